@@ -1,0 +1,65 @@
+"""The attention seam: what the model runner and the decoder may ask of a backend.
+
+Owns: AttentionMetadata and the AttentionBackend protocol. Must not know: requests, sampling, models.
+Called by: worker.runner (kv_shape, prepare), model.decoder (forward).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+
+@dataclass(slots=True)
+class AttentionMetadata:
+    """One step's ragged batch. Rows are requests, in plan order; tokens of a row are contiguous.
+
+    Token t of row i (``query_start_loc[i] <= t < query_start_loc[i + 1]``) sits at absolute position
+    ``seq_lens[i] - query_len[i] + (t - query_start_loc[i])`` and attends to positions up to and including its own.
+    """
+
+    query_start_loc: Tensor  # [num_reqs + 1] int32
+    seq_lens: Tensor  # [num_reqs] int32; KV length after this step
+    block_table: Tensor  # [num_reqs, max_blocks] int32; columns beyond a row's blocks hold 0, the null block
+    slot_mapping: Tensor  # [num_tokens] int64; block id * block_size + offset for each token's KV
+    num_reqs: int
+    num_tokens: int
+    max_query_len: int
+    max_seq_len: int
+    plan: Any = None  # whatever the backend worked out once for all layers
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """What is particular to one layer's attention; constant over the model's life."""
+
+    scale: float
+    sliding_window: int | None = None  # a token sees itself and the window - 1 tokens before it
+    soft_cap: float | None = None  # logits become cap * tanh(logits / cap)
+
+
+class AttentionBackend(Protocol):
+    name: str
+
+    def kv_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
+        """Shape of one layer's cache; its first dimension is num_blocks."""
+        ...
+
+    def prepare(self, meta: AttentionMetadata) -> AttentionMetadata:
+        """Once per step: fill ``meta.plan``."""
+        ...
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, kv_layer: Tensor, meta: AttentionMetadata, spec: AttentionSpec
+    ) -> Tensor:
+        """Once per layer: write k and v to their slots, then attend.
+
+        q ``[num_tokens, num_heads, head_dim]``, k and v ``[num_tokens, num_kv_heads, head_dim]``; returns
+        ``[num_tokens, num_heads, head_dim]``.
+        """
+        ...
+
+
+__all__ = ["AttentionBackend", "AttentionMetadata", "AttentionSpec"]
