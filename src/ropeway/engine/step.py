@@ -30,10 +30,9 @@ class SchedulerOutput:
     """One step's plan. Columns are parallel: entry i of each describes scheduled row i. Order is significant and rows
     are never sorted by anyone downstream. Read-only once made.
 
-    Row i computes the tokens at positions ``start_positions[i] .. start_positions[i] + num_tokens[i] - 1``. The last
-    ``num_drafts[i]`` of them are drafts. It samples if and only if ``samples[i]``: then the token after the last
-    computed one is not known yet. A row that decodes reads its input token from the runner's own row state, because
-    with overlap the engine may not have seen it yet.
+    Row i computes the tokens at positions ``start_positions[i] .. start_positions[i] + num_tokens[i] - 1``. It samples
+    if and only if ``samples[i]``: then the token after the last computed one is not known yet. A row that decodes reads
+    its input token from the runner's own row state, because with overlap the engine may not have seen it yet.
     """
 
     step_id: int
@@ -41,12 +40,10 @@ class SchedulerOutput:
     epochs: list[int] = field(default_factory=list)
     start_positions: list[int] = field(default_factory=list)
     num_tokens: list[int] = field(default_factory=list)
-    num_drafts: list[int] = field(default_factory=list)
     samples: list[bool] = field(default_factory=list)
     new_blocks: dict[int, list[int]] = field(default_factory=dict)  # request id -> appended ids; not for `added` rows
     added: list[NewRow] = field(default_factory=list)  # apply after `removed`
     removed: list[int] = field(default_factory=list)  # finished, aborted or preempted request ids: free their rows
-    block_copies: list[tuple[int, int]] = field(default_factory=list)  # (source, destination), before the forward pass
     total_tokens: int = 0
 
 
@@ -55,8 +52,7 @@ class ModelRunnerOutput:
     """One step's result, rows in the plan's order."""
 
     step_id: int
-    token_ids: list[list[int]]  # [rows][accepted tokens]; empty for a row that does not sample
-    drafts: list[list[int]] | None = None  # next drafts per row
+    token_ids: list[list[int]]  # [rows][sampled tokens]: one, or none for a row that does not sample
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # row index -> one per token
     errors: dict[int, str] = field(
         default_factory=dict

@@ -1,0 +1,103 @@
+"""The engine's loop body: schedule, submit, update.
+
+Owns: the order of a step and how many steps are in flight. Must not know: processes, devices, text.
+Called by: engine.process (in a loop), tests, benchmarks and the simulator.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from ropeway.config import Config
+from ropeway.engine.kv_cache import KVCacheManager
+from ropeway.engine.policy import POLICIES
+from ropeway.engine.scheduler import Scheduler
+from ropeway.engine.step import Executor, Handle, SchedulerOutput
+from ropeway.protocol import (
+    AbortRequests,
+    AddRequest,
+    EngineInput,
+    EngineReady,
+    ResetPrefixCache,
+    Shutdown,
+    StepOutputs,
+)
+
+
+class EngineCore:
+    def __init__(
+        self, scheduler: Scheduler, executor: Executor, clock: Callable[[], float], *, overlap: bool = False
+    ) -> None:
+        """overlap: plan step N + 1 while N runs. It hides the engine's own time where the device runs by itself."""
+        self.scheduler = scheduler
+        self._executor = executor
+        self._clock = clock
+        self._depth = 1 if overlap else 0
+        self._in_flight: deque[tuple[SchedulerOutput, Handle, float]] = deque()
+
+    def handle(self, message: EngineInput) -> None:
+        """Take in one message from the API process, between steps."""
+        match message:
+            case AddRequest():
+                self.scheduler.add(message)
+            case AbortRequests(request_ids):
+                for request_id in request_ids:
+                    self.scheduler.abort(request_id)
+            case ResetPrefixCache():
+                self.scheduler.reset_prefix_cache()
+            case Shutdown():
+                pass  # the process leaves its loop; requests in flight are the API's to end
+
+    @property
+    def idle(self) -> bool:
+        """Nothing waits, runs, is in flight or is left to tell."""
+        return not (self.scheduler.has_unfinished or self._in_flight or self.scheduler.changed)
+
+    def step(self) -> StepOutputs | None:
+        """One iteration. Returns what there is to tell, which with overlap is the previous step's outcome. Whatever
+        the executor raises passes through: the engine's state is then unknown and it must be rebuilt."""
+        began = self._clock()
+        plan = self.scheduler.schedule()
+        schedule_seconds = self._clock() - began
+        if plan.request_ids:
+            self._in_flight.append((plan, self._executor.submit(plan), schedule_seconds))
+        if not self._in_flight or (plan.request_ids and len(self._in_flight) <= self._depth):
+            return self.scheduler.flush()
+        done, handle, schedule_seconds = self._in_flight.popleft()
+        result = handle.result()
+        began = self._clock()
+        outputs = self.scheduler.update(done, result)
+        outputs.stats.schedule_seconds = schedule_seconds
+        outputs.stats.update_seconds = self._clock() - began
+        return outputs
+
+    def close(self) -> None:
+        self._executor.close()
+
+
+def build_core(config: Config, executor: Executor, clock: Callable[[], float]) -> tuple[EngineCore, EngineReady]:
+    """Start the executor and put the engine together around the memory it found. Raises ConfigError."""
+    capacity = executor.start()
+    kv = KVCacheManager(capacity.num_blocks, capacity.block_size, config.cache.enable_prefix_caching)
+    scheduler = Scheduler(
+        kv,
+        POLICIES[config.scheduler.scheduling_policy](),
+        clock,
+        max_num_seqs=config.scheduler.max_num_seqs,
+        max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+        max_model_len=capacity.max_model_len,
+        long_prefill_token_threshold=config.scheduler.long_prefill_token_threshold,
+    )
+    overlap = capacity.overlap if config.scheduler.overlap == "auto" else config.scheduler.overlap == "on"
+    ready = EngineReady(
+        max_model_len=capacity.max_model_len,
+        vocab_size=capacity.vocab_size,
+        num_blocks=kv.pool.num_usable,
+        block_size=capacity.block_size,
+        dtype=capacity.dtype,
+        device=capacity.device,
+        architecture=capacity.architecture,
+        startup_seconds=capacity.startup_seconds,
+    )
+    return EngineCore(scheduler, executor, clock, overlap=overlap), ready

@@ -1,0 +1,311 @@
+"""The scheduler: what the next step computes, and what the last step's result means.
+
+Owns: requests, the running list, the token and row budgets. Must not know: devices, processes, text, the clock's source.
+Called by: engine.core, alternating ``schedule()`` and ``update()``; ``update`` may lag one step behind (overlap).
+
+There are no phases. Each running request gets ``num_tokens - num_computed_tokens`` tokens of the step, as far as the
+budget lasts: one for a request that decodes, a chunk for one whose prompt is being read or read again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ropeway.engine.kv_cache import KVCacheManager
+from ropeway.engine.policy import SchedulingPolicy
+from ropeway.engine.request import Request, RequestStatus
+from ropeway.engine.step import ModelRunnerOutput, NewRow, SchedulerOutput
+from ropeway.protocol import AddRequest, FinishReason, StepOutputs
+
+
+class Scheduler:
+    def __init__(
+        self,
+        kv: KVCacheManager,
+        policy: SchedulingPolicy,
+        clock: Callable[[], float],
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        long_prefill_token_threshold: int = 0,
+    ) -> None:
+        self.kv = kv
+        self.waiting = policy
+        self.running: list[Request] = []  # in order of admission
+        self.requests: dict[int, Request] = {}  # waiting and running
+        self._clock = clock
+        self._max_num_seqs = max_num_seqs
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._max_model_len = max_model_len
+        self._max_chunk = long_prefill_token_threshold or max_num_batched_tokens
+        self._step_id = 0
+        self._in_flight: dict[int, list[Request]] = {}  # step id -> the plan's rows
+        self._removed: list[int] = []  # rows that the runner can free with the next plan
+        self._unreported: dict[int, Request] = {}  # running, but no output row yet carried its first facts
+        self._outputs = StepOutputs()  # what happened since the last message up
+        self._changed = False  # there is something to tell even without a step
+        self._num_live_tokens = 0
+
+    # Requests in and out
+
+    def add(self, message: AddRequest) -> None:
+        """Queue a request. One that could never run ends at once with an error; the server refuses those earlier."""
+        if message.request_id in self.requests:
+            raise ValueError(f"request id {message.request_id} is in use")
+        request = Request(message, self._max_model_len)
+        self.requests[request.request_id] = request
+        self.waiting.add(request)
+        self._changed = True
+        problem = self._impossible(request)
+        if problem:
+            self._end_without_token(request, FinishReason.ERROR, problem)
+        elif request.num_tokens >= request.max_num_tokens:  # resumed after its last token had been made
+            self._end_without_token(request, FinishReason.LENGTH)
+
+    def abort(self, request_id: int) -> None:
+        """Stop a request in any state. Unknown and finished ids are ignored."""
+        request = self.requests.get(request_id)
+        if request is not None:
+            self._end_without_token(request, FinishReason.ABORT)
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self.requests)
+
+    @property
+    def changed(self) -> bool:
+        """flush() has something to tell."""
+        return self._changed
+
+    # The step
+
+    def schedule(self) -> SchedulerOutput:
+        """Plan one step: running requests first, then waiting ones while tokens, rows and blocks last."""
+        plan = SchedulerOutput(self._step_id)
+        rows: list[Request] = []
+        budget, preempted = self._schedule_running(plan, rows)
+        if budget > 0 and not preempted and len(self.waiting):
+            self._schedule_waiting(plan, rows, budget)
+        if rows:
+            self._advance(plan, rows)
+            plan.removed, self._removed = self._removed, []
+            self._in_flight[self._step_id] = rows
+            self._step_id += 1
+        return plan
+
+    def _schedule_running(self, plan: SchedulerOutput, rows: list[Request]) -> tuple[int, bool]:
+        """Give every running request its tokens. Returns the budget left and whether anyone was preempted."""
+        budget = self._max_num_batched_tokens
+        preempted = False
+        block_size = self.kv.block_size
+        running, starts, counts = self.running, plan.start_positions, plan.num_tokens
+        index = 0
+        while index < len(running) and budget > 0:  # the list shrinks from behind when someone gives way
+            request = running[index]
+            index += 1
+            start = request.num_computed_tokens
+            count = request.num_tokens - start
+            if count != 1:
+                if count == 0:  # its last token is in flight
+                    continue
+                count = min(count, self._max_chunk, budget)
+            if count > -start % block_size:  # more than the last block has room for
+                blocks = self.kv.allocate(request, start + count)
+                while blocks is None:
+                    preempted = True
+                    victim = self.waiting.victim(running[index - 1 :])
+                    self._preempt(victim)
+                    if victim is request:
+                        break
+                    blocks = self.kv.allocate(request, start + count)
+                if blocks is None:
+                    index -= 1
+                    continue
+                plan.new_blocks[request.request_id] = blocks
+            rows.append(request)
+            starts.append(start)
+            counts.append(count)
+            budget -= count
+        return budget, preempted
+
+    def _schedule_waiting(self, plan: SchedulerOutput, rows: list[Request], budget: int) -> None:
+        """Admit by policy. A request enters only if the pool can hold all its known tokens and still give each
+        running request one more block: admitting more would only preempt someone in the next few steps."""
+        while budget > 0 and len(self.running) < self._max_num_seqs:
+            request = self.waiting.peek()
+            if request is None:
+                return
+            hit = self.kv.lookup(request)
+            if not self.kv.can_hold(request.num_tokens, hit, reserve=len(self.running)):
+                return
+            start = hit.num_tokens
+            count = min(request.num_tokens - start, self._max_chunk, budget)
+            if self.kv.allocate(request, start + count, hit) is None:
+                raise AssertionError("the pool promised to hold the whole request")
+            self.waiting.remove(request)
+            self._admit(request, start)
+            plan.added.append(
+                NewRow(
+                    request_id=request.request_id,
+                    epoch=request.epoch,
+                    token_ids=list(request.token_ids),
+                    num_prompt_tokens=request.num_prompt_tokens,
+                    num_computed_tokens=start,
+                    block_ids=list(self.kv.tables[request.request_id]),
+                    sampling=request.sampling,
+                )
+            )
+            rows.append(request)
+            plan.start_positions.append(start)
+            plan.num_tokens.append(count)
+            budget -= count
+
+    def _advance(self, plan: SchedulerOutput, rows: list[Request]) -> None:
+        """The plan is made; count its tokens as computed, so that the next plan can be made before its result."""
+        num_prefill_tokens = 0
+        samples = plan.samples
+        for request, start, count in zip(rows, plan.start_positions, plan.num_tokens, strict=True):
+            request.num_computed_tokens = end = start + count
+            if end == request.num_tokens:
+                samples.append(True)
+                if end + 1 < request.max_num_tokens:  # the KV of a request's last token is never needed
+                    request.num_tokens = end + 1
+            else:
+                samples.append(False)
+            if count > 1 or start < request.num_prompt_tokens:
+                num_prefill_tokens += count
+        plan.request_ids = [request.request_id for request in rows]
+        plan.epochs = [request.epoch for request in rows]
+        plan.total_tokens = sum(plan.num_tokens)
+        self._num_live_tokens += plan.total_tokens
+        self._outputs.stats.num_new_prefill_tokens += num_prefill_tokens
+
+    def update(self, plan: SchedulerOutput, result: ModelRunnerOutput) -> StepOutputs:
+        """Take in one step's result: append tokens, publish full blocks, finish what is finished."""
+        rows = self._in_flight.pop(plan.step_id)
+        outputs = self._outputs
+        for index, logprobs in result.logprobs.items():
+            if rows[index].epoch == plan.epochs[index]:
+                outputs.logprobs[rows[index].request_id] = logprobs
+        for index, error in result.errors.items():
+            if rows[index].epoch == plan.epochs[index]:
+                self._end_without_token(rows[index], FinishReason.ERROR, error)
+        request_ids, counts, token_ids = outputs.request_ids, outputs.token_counts, outputs.token_ids
+        block_size = self.kv.block_size
+        num_before = len(token_ids)
+        for request, epoch, start, count, tokens in zip(
+            rows, plan.epochs, plan.start_positions, plan.num_tokens, result.token_ids, strict=True
+        ):
+            if request.epoch != epoch:  # aborted, preempted or failed meanwhile; nobody waits for this row
+                continue
+            end = start + count
+            if count > 1 or end % block_size == 0:
+                self.kv.commit(request, end)
+            if not tokens:
+                continue
+            (token,) = tokens
+            known = request.token_ids
+            known.append(token)
+            request_ids.append(request.request_id)
+            counts.append(1)
+            token_ids.append(token)
+            if token in request.stop_ids:
+                if token in request.sampling.stop_token_ids:
+                    outputs.stop_reasons[request.request_id] = token
+                self._finish(request, FinishReason.STOP)
+            elif len(known) >= request.max_num_tokens:
+                self._finish(request, FinishReason.LENGTH)
+        outputs.stats.num_new_decode_tokens += len(token_ids) - num_before
+        outputs.stats.execute_seconds = result.execute_seconds
+        return self._take_outputs()
+
+    def flush(self) -> StepOutputs | None:
+        """What there is to tell though no step ended: aborts, refusals, changed gauges."""
+        return self._take_outputs() if self._changed else None
+
+    def reset_prefix_cache(self) -> None:
+        self.kv.reset_prefix_cache()
+        self._changed = True
+
+    # Changes of a request's state
+
+    def _admit(self, request: Request, num_cached_tokens: int) -> None:
+        self.running.append(request)
+        request.status = RequestStatus.RUNNING
+        request.num_computed_tokens = num_cached_tokens
+        self._num_live_tokens += num_cached_tokens
+        if request.first_scheduled is None:
+            request.first_scheduled = self._clock()
+            request.num_cached_tokens = num_cached_tokens
+            self._unreported[request.request_id] = request
+            self._outputs.stats.num_new_prefix_queries += request.num_tokens
+            self._outputs.stats.num_new_prefix_hits += num_cached_tokens
+
+    def _preempt(self, request: Request) -> None:
+        """Take a running request's blocks away. It comes back before newer ones and is computed again, except for full
+        blocks that are still in the prefix cache then."""
+        stats = self._outputs.stats
+        stats.num_new_preemptions += 1
+        stats.num_new_recomputed_tokens += request.num_computed_tokens
+        self._leave_running(request)
+        request.status = RequestStatus.WAITING
+        request.num_preemptions += 1
+        request.num_computed_tokens = 0
+        request.num_tokens = len(request.token_ids)
+        self.waiting.requeue(request)
+
+    def _end_without_token(self, request: Request, reason: FinishReason, error: str = "") -> None:
+        self._outputs.request_ids.append(request.request_id)
+        self._outputs.token_counts.append(0)
+        if error:
+            self._outputs.errors[request.request_id] = error
+        self._finish(request, reason)
+
+    def _finish(self, request: Request, reason: FinishReason) -> None:
+        """Leave for good; the caller has put a row into the outputs."""
+        if request.status is RequestStatus.RUNNING:
+            self._leave_running(request)
+        else:
+            self.waiting.remove(request)
+        request.status = RequestStatus.FINISHED
+        del self.requests[request.request_id]
+        self._outputs.finished[request.request_id] = reason
+        self._changed = True
+
+    def _leave_running(self, request: Request) -> None:
+        self.running.remove(request)
+        request.epoch += 1
+        self._num_live_tokens -= request.num_computed_tokens
+        self.kv.release(request)
+        self._removed.append(request.request_id)
+
+    def _impossible(self, request: Request) -> str:
+        """Why this request could never run; empty if it can."""
+        if request.num_prompt_tokens == 0:
+            return "the prompt is empty"
+        if request.num_prompt_tokens >= self._max_model_len:
+            return f"a prompt of {request.num_prompt_tokens} tokens leaves no room within {self._max_model_len}"
+        if self.kv.blocks_for(request.max_num_tokens - 1) > self.kv.pool.num_usable:
+            return f"{request.max_num_tokens} tokens do not fit into {self.kv.pool.num_usable} KV blocks"
+        return ""
+
+    def _take_outputs(self) -> StepOutputs:
+        outputs, self._outputs = self._outputs, StepOutputs()
+        self._changed = False
+        if self._unreported:
+            for request_id in outputs.request_ids:
+                request = self._unreported.pop(request_id, None)
+                if request is not None and request.first_scheduled is not None:
+                    outputs.first_scheduled[request_id] = request.first_scheduled
+                    outputs.cached_tokens[request_id] = request.num_cached_tokens
+        stats = outputs.stats
+        pool = self.kv.pool
+        stats.num_running = len(self.running)
+        stats.num_waiting = len(self.waiting)
+        stats.num_blocks = pool.num_usable
+        stats.num_used_blocks = pool.num_used
+        stats.num_cached_blocks = pool.num_cached
+        stats.num_live_tokens = self._num_live_tokens
+        stats.step_id = self._step_id
+        return outputs
