@@ -1,0 +1,89 @@
+"""The oracle: paged attention and KV write in plain loops, meant to be read and to be right, never to be fast.
+
+Owns: the meaning of a KV cache block and of every attention option. Must not know: ropeway.
+Called by: tests of every attention backend and kernel.
+
+One layer's cache is ``[num_blocks, 2, num_kv_heads, block_size, head_dim]``: index 0 of the second dimension is K and
+1 is V. A slot is ``block id * block_size + offset``.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def write_kv(k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
+    """Put each token's K and V into its slot, in place.
+
+    k and v ``[num_tokens, num_kv_heads, head_dim]``; slot_mapping ``[num_tokens]``.
+    """
+    block_size = kv_cache.shape[3]
+    for token, slot in enumerate(slot_mapping.tolist()):
+        block, offset = divmod(slot, block_size)
+        kv_cache[block, 0, :, offset] = k[token].to(kv_cache.dtype)
+        kv_cache[block, 1, :, offset] = v[token].to(kv_cache.dtype)
+
+
+def read_kv(kv_cache: Tensor, blocks: list[int], length: int) -> tuple[Tensor, Tensor]:
+    """K and V of a row's first ``length`` positions, each ``[length, num_kv_heads, head_dim]`` in float64."""
+    block_size = kv_cache.shape[3]
+    keys, values = [], []
+    for position in range(length):
+        block, offset = blocks[position // block_size], position % block_size
+        keys.append(kv_cache[block, 0, :, offset])
+        values.append(kv_cache[block, 1, :, offset])
+    return torch.stack(keys).double(), torch.stack(values).double()
+
+
+def attend_one(query: Tensor, keys: Tensor, values: Tensor, scale: float, soft_cap: float | None) -> Tensor:
+    """softmax(cap(query . keys * scale)) . values for one query and one head.
+
+    query ``[head_dim]``, keys and values ``[length, head_dim]``; returns ``[head_dim]``.
+    """
+    logits = (keys @ query) * scale
+    if soft_cap is not None:
+        logits = soft_cap * torch.tanh(logits / soft_cap)
+    weights = torch.exp(logits - logits.max())
+    weights = weights / weights.sum()
+    return (weights[:, None] * values).sum(0)
+
+
+def paged_attention(
+    q: Tensor,
+    kv_cache: Tensor,
+    block_table: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+) -> Tensor:
+    """Causal attention of a ragged batch over the paged cache; the batch's own K and V are already in it.
+
+    q ``[num_tokens, num_heads, head_dim]``; block_table ``[num_reqs, max_blocks]``; query_start_loc ``[num_reqs + 1]``;
+    seq_lens ``[num_reqs]``. With a sliding window a token sees itself and the window - 1 tokens before it. Query head h
+    reads KV head ``h // (num_heads // num_kv_heads)``. Computes in float64; returns q's shape and dtype.
+    """
+    num_heads, num_kv_heads = q.shape[1], kv_cache.shape[2]
+    group = num_heads // num_kv_heads
+    out = torch.empty_like(q)
+    starts = query_start_loc.tolist()
+    for row, length in enumerate(seq_lens.tolist()):
+        keys, values = read_kv(kv_cache, block_table[row].tolist(), length)
+        first_position = length - (starts[row + 1] - starts[row])
+        for token in range(starts[row], starts[row + 1]):
+            position = first_position + token - starts[row]
+            begin = 0 if sliding_window is None else max(0, position - sliding_window + 1)
+            for head in range(num_heads):
+                kv_head = head // group
+                result = attend_one(
+                    q[token, head].double(),
+                    keys[begin : position + 1, kv_head],
+                    values[begin : position + 1, kv_head],
+                    scale,
+                    soft_cap,
+                )
+                out[token, head] = result.to(out.dtype)
+    return out
