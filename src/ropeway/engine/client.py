@@ -1,6 +1,6 @@
 """The server's view of the engine: generate, abort, health. Nothing else crosses.
 
-Owns: the EngineClient protocol and its value types; the process client (supervision included) and the in-process client.
+Owns: the EngineClient protocol and its value types; the implementations are in engine.process_client.
 Must not know: text, HTTP, torch. Called by: server, cli.
 """
 
