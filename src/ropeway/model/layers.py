@@ -1,0 +1,228 @@
+"""The layers of the decoder, split over a process group, each knowing which checkpoint tensors fill it.
+
+Owns: linears, embedding, head, norm, activations; Slot. Must not know: architectures, files, attention.
+Called by: model.decoder (builds and runs them), model.loader (fills their slots, then finalize).
+
+Life of a layer: built with memory of undefined content, filled through `slots`, then `finalize` once, then run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ropeway.model.parallel import ProcessGroup
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+}
+
+
+@dataclass
+class Slot:
+    """Where one checkpoint tensor goes: ``pieces`` are (part of a parameter, first row or column of it in the tensor
+    along ``dim``). A rank's pieces cover its own share only."""
+
+    shape: tuple[int, ...]  # of the whole tensor in the checkpoint
+    pieces: list[tuple[Tensor, int]]
+    dim: int = 0
+    filled: bool = False
+
+    def load(self, tensor: Tensor) -> None:
+        """Copy this rank's share, converting the type. ``tensor`` has ``shape``."""
+        for part, start in self.pieces:
+            stop = min(start + part.shape[self.dim], self.shape[self.dim])  # a padded vocabulary ends early
+            if stop > start:
+                part.narrow(self.dim, 0, stop - start).copy_(tensor.narrow(self.dim, start, stop - start))
+        self.filled = True
+
+
+Slots = dict[str, Slot]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a rank's weights live and in which type."""
+
+    dtype: torch.dtype
+    device: torch.device
+    group: ProcessGroup
+
+    def empty(self, *shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
+        return nn.Parameter(torch.empty(*shape, dtype=dtype or self.dtype, device=self.device), requires_grad=False)
+
+
+class Linear(nn.Module):
+    """``x @ weight.T + bias`` on this rank's weight ``[out_features, in_features]``; packed for oneDNN on a CPU."""
+
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None = None) -> None:
+        super().__init__()
+        self.weight: nn.Parameter | None = weight
+        self.bias = bias
+        self._packed: Tensor | None = None
+
+    def finalize(self) -> None:
+        """Re-order the weight into oneDNN's own layout, which it otherwise does at each call, and drop the plain one.
+        Where oneDNN has no kernel (no bf16 units, other devices) the weight stays as it is."""
+        assert self.weight is not None
+        if self.weight.device.type != "cpu":
+            return
+        try:
+            self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach())
+        except (RuntimeError, AttributeError):  # no kernel for this type; torch built without oneDNN
+            return
+        self.weight = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self._packed is not None:
+            y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
+            return y
+        assert self.weight is not None
+        return F.linear(x, self.weight, self.bias)
+
+
+class ColumnParallelLinear(Linear):
+    """One or several linears over the same input, their outputs side by side; each is split by output over the ranks.
+
+    out_features: the whole width of each part. A rank's output is its share of part 0, then of part 1, ...
+    """
+
+    def __init__(self, in_features: int, out_features: Sequence[int], *, bias: bool, place: Placement) -> None:
+        local_sizes = [place.group.share(size, "layer width") for size in out_features]
+        total = sum(local_sizes)
+        super().__init__(place.empty(total, in_features), place.empty(total) if bias else None)
+        self.out_features = tuple(out_features)
+        self.local_sizes = local_sizes
+        self.rank = place.group.rank
+
+    def slots(self, names: Sequence[str]) -> Slots:
+        """``names``: one per part, or a single one if the checkpoint holds the parts merged."""
+        result: Slots = {}
+        for suffix, parameter in (("weight", self.weight), ("bias", self.bias)):
+            if parameter is None:
+                continue
+            tail = tuple(parameter.shape[1:])
+            parts = torch.split(parameter, self.local_sizes)
+            shares = [self.rank * size for size in self.local_sizes]
+            if len(names) == len(parts):
+                for name, size, part, share in zip(names, self.out_features, parts, shares, strict=True):
+                    result[f"{name}.{suffix}"] = Slot((size, *tail), [(part, share)])
+            else:
+                (name,) = names
+                pieces, offset = [], 0
+                for size, part, share in zip(self.out_features, parts, shares, strict=True):
+                    pieces.append((part, offset + share))
+                    offset += size
+                result[f"{name}.{suffix}"] = Slot((offset, *tail), pieces)
+        return result
+
+
+class RowParallelLinear(Linear):
+    """A linear whose input is split over the ranks; the ranks' partial results are added up."""
+
+    def __init__(self, in_features: int, out_features: int, *, bias: bool, place: Placement) -> None:
+        local = place.group.share(in_features, "layer width")
+        super().__init__(place.empty(out_features, local), place.empty(out_features) if bias else None)
+        self.in_features = in_features
+        self.group = place.group
+
+    def slots(self, name: str) -> Slots:
+        assert self.weight is not None
+        out_features, local = self.weight.shape
+        shape = (out_features, self.in_features)
+        result = {f"{name}.weight": Slot(shape, [(self.weight, self.group.rank * local)], dim=1)}
+        if self.bias is not None:
+            result[f"{name}.bias"] = Slot((out_features,), [(self.bias, 0)])
+        return result
+
+    def finalize(self) -> None:
+        if self.bias is not None and self.group.rank > 0:
+            self.bias.zero_()  # added once, by rank 0
+        super().finalize()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.group.all_reduce(super().forward(x))
+
+
+class VocabParallelEmbedding(nn.Module):
+    """Token id -> hidden state; the rows of the table are split over the ranks, the last rank's padded with zeros."""
+
+    def __init__(self, vocab_size: int, hidden_size: int, *, place: Placement) -> None:
+        super().__init__()
+        self.vocab_size = vocab_size
+        self.group = place.group
+        self.rows = -(-vocab_size // self.group.size)
+        self.start = self.group.rank * self.rows
+        self.weight = place.empty(self.rows, hidden_size)
+        self.weight[max(vocab_size - self.start, 0) :].zero_()
+
+    def slots(self, name: str) -> Slots:
+        shape = (self.vocab_size, self.weight.shape[1])
+        return {f"{name}.weight": Slot(shape, [(self.weight, self.start)])}
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """``[num_tokens]`` -> ``[num_tokens, hidden_size]``"""
+        if self.group.size == 1:
+            return F.embedding(input_ids, self.weight)
+        local = input_ids - self.start
+        mine = (local >= 0) & (local < self.rows)
+        hidden = F.embedding(local.where(mine, 0), self.weight) * mine[:, None]
+        return self.group.all_reduce(hidden)
+
+
+class VocabParallelHead(Linear):
+    """Hidden state -> logits of the whole vocabulary on every rank. A tied head shares the embedding's table."""
+
+    def __init__(self, embedding: VocabParallelEmbedding, *, tied: bool) -> None:
+        table = embedding.weight
+        super().__init__(table if tied else nn.Parameter(torch.zeros_like(table), requires_grad=False))
+        self.vocab_size = embedding.vocab_size
+        self.start = embedding.start
+        self.group = embedding.group
+
+    def slots(self, name: str) -> Slots:
+        assert self.weight is not None
+        shape = (self.vocab_size, self.weight.shape[1])
+        return {f"{name}.weight": Slot(shape, [(self.weight, self.start)])}
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[num_rows, hidden_size]`` -> ``[num_rows, vocab_size]``"""
+        return self.group.all_gather(super().forward(x))[:, : self.vocab_size]
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm in float32 (arXiv 1910.07467). ``plus_one``: Gemma's form, where the file holds w - 1 and
+    the product is rounded once, after the weight; the others round before it."""
+
+    def __init__(self, size: int, eps: float, *, plus_one: bool, place: Placement) -> None:
+        super().__init__()
+        self.eps = eps
+        self.plus_one = plus_one
+        self.weight = place.empty(size, dtype=torch.float32 if plus_one else None)
+
+    def slots(self, name: str) -> Slots:
+        return {f"{name}.weight": Slot(tuple(self.weight.shape), [(self.weight, 0)])}
+
+    def finalize(self) -> None:
+        if self.plus_one:
+            self.weight.add_(1.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[..., size]`` -> the same shape and type."""
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        if self.plus_one:
+            return (wide * self.weight).to(x.dtype)
+        return wide.to(x.dtype) * self.weight
+
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """(norm of the sum, the sum): a block's output joins the residual stream and the next block's input comes out.
+        One call, so that a kernel can do it in one pass."""
+        residual = residual + x
+        return self(residual), residual

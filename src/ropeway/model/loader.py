@@ -1,0 +1,159 @@
+"""Weights from files into a decoder.
+
+Owns: reading safetensors (one file, many, with or without an index), GGUF and dummy weights; every check on them.
+Must not know: architectures, layers' inner form, requests. Called by: worker.executor (load_model).
+
+A decoder leaves here complete or not at all: a tensor that is missing, damaged or of the wrong shape is a ConfigError
+that names it, and a tensor nobody asked for is named in the log.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from ropeway.errors import ConfigError
+from ropeway.model.decoder import Decoder
+from ropeway.model.layers import Placement, Slots
+from ropeway.model.parallel import ProcessGroup
+from ropeway.model.registry import DecoderConfig
+
+logger = logging.getLogger(__name__)
+
+_INDEX = "model.safetensors.index.json"
+_DUMMY_POOL = (1 << 20) - 3  # odd, so that rows of a weight do not repeat
+_VISION = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
+
+
+def load_model(
+    folder: Path,
+    config: DecoderConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    load_format: str,
+    seed: int,
+    group: ProcessGroup,
+) -> Decoder:
+    """A decoder that is ready to run, with this rank's share of the weights in ``dtype`` on ``device``.
+
+    load_format: ``auto`` takes safetensors, else GGUF; ``safetensors``; ``gguf``; ``dummy`` needs no files and is the
+    same for equal ``seed``. Raises ConfigError naming the file or tensor.
+    """
+    decoder = Decoder(config, Placement(dtype, device, group))
+    slots = decoder.slots()
+    if load_format == "dummy":
+        tensors = _dummy_tensors(slots, seed, zero_norms=config.gemma_norms)
+    else:
+        tensors = _read_tensors(folder, load_format)
+    _fill(slots, tensors, tied=config.tie_word_embeddings)
+    del slots, tensors  # they hold on to the plain weights, which finalize replaces one by one
+    decoder.finalize()
+    return decoder
+
+
+def _fill(slots: Slots, tensors: Iterator[tuple[str, Tensor]], *, tied: bool) -> None:
+    unexpected = []
+    for name, tensor in tensors:
+        slot = slots.get(_plain_name(name))
+        if slot is None:
+            # A stored copy of a tied head, rotary buffers of old checkpoints, and images that we do not serve.
+            known = (tied and name.endswith("lm_head.weight")) or name.endswith("rotary_emb.inv_freq")
+            if not known and not name.startswith(_VISION):
+                unexpected.append(name)
+            continue
+        if tuple(tensor.shape) != slot.shape:
+            raise ConfigError(
+                f"tensor {name!r} has shape {list(tensor.shape)}, but config.json asks for {list(slot.shape)}"
+            )
+        if not tensor.is_floating_point() or tensor.element_size() == 1:
+            raise ConfigError(f"tensor {name!r} is of type {tensor.dtype}; quantised checkpoints are not supported")
+        if slot.filled:
+            raise ConfigError(f"tensor {name!r} stands in more than one file")
+        slot.load(tensor)
+    if unexpected:
+        logger.warning("%d tensors of the checkpoint are not used: %s", len(unexpected), _some(unexpected))
+    missing = [name for name, slot in slots.items() if not slot.filled]
+    if missing:
+        raise ConfigError(f"the checkpoint lacks {len(missing)} tensors: {_some(missing)}")
+
+
+def _plain_name(name: str) -> str:
+    """The language model inside a vision-language checkpoint, under the name it has alone; two generations of them."""
+    name = re.sub(r"^(language_model\.model|model\.language_model)\.", "model.", name)
+    return name.removeprefix("language_model.")
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(sorted(names)[:8]) + (", ..." if len(names) > 8 else "")
+
+
+def _read_tensors(folder: Path, load_format: str) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor in the folder's weight files, one at a time, on the CPU in the type it is stored in."""
+    shards = sorted(folder.glob("*.safetensors"))
+    ggufs = sorted(folder.glob("*.gguf"))
+    if load_format in ("auto", "safetensors") and (shards or (folder / _INDEX).exists()):
+        return _read_safetensors(folder, shards)
+    if load_format in ("auto", "gguf") and ggufs:
+        from ropeway.model.gguf import iter_tensors
+
+        if len(ggufs) > 1:
+            raise ConfigError(f"{folder}: {len(ggufs)} .gguf files; there must be one")
+        return iter_tensors(ggufs[0])
+    wanted = {"auto": ".safetensors or .gguf", "safetensors": ".safetensors", "gguf": ".gguf"}[load_format]
+    others = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
+    hint = f"; {others[0]} is a pickle, which is not loaded: convert it to safetensors" if others else ""
+    raise ConfigError(f"{folder}: no {wanted} file{hint}")
+
+
+def _read_safetensors(folder: Path, shards: list[Path]) -> Iterator[tuple[str, Tensor]]:
+    promised: dict[str, set[str]] = {}  # file name -> tensors that the index says it holds
+    index = folder / _INDEX
+    if index.exists():
+        try:
+            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            for tensor, file in weight_map.items():
+                promised.setdefault(str(file), set()).add(tensor)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(f"{index}: not a usable index of shards ({error!r})") from error
+        shards = [folder / file for file in sorted(promised)]
+        for shard in shards:
+            if shard.parent != folder or not shard.is_file():
+                raise ConfigError(f"{shard}: this shard is named in {_INDEX} but is not there")
+    elif len(shards) > 1:
+        # Some repositories hold the same weights a second time, under the training framework's names.
+        shards = [shard for shard in shards if not shard.name.startswith("consolidated")]
+    for shard in shards:
+        try:
+            with safe_open(shard, framework="pt", device="cpu") as file:
+                names = set(file.keys())
+                if absent := promised.get(shard.name, set()) - names:
+                    raise ConfigError(f"{shard}: lacks tensors that {_INDEX} places there: {_some(list(absent))}")
+                for name in sorted(names):
+                    yield name, file.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise ConfigError(f"{shard}: damaged or incomplete ({error})") from error
+
+
+def _dummy_tensors(slots: Slots, seed: int, *, zero_norms: bool) -> Iterator[tuple[str, Tensor]]:
+    """Random weights that keep activations at a sensible scale. Drawing a number per weight would take longer than
+    reading them, so each tensor is cut from one pool of normal numbers, at a place of its own."""
+    pool = torch.randn(_DUMMY_POOL, generator=torch.Generator().manual_seed(seed))
+    for name, slot in slots.items():
+        if len(slot.shape) == 1:
+            is_norm = name.endswith("norm.weight")
+            tensor = torch.full(slot.shape, 1.0 if is_norm and not zero_norms else 0.0)
+        else:
+            rows, columns = slot.shape
+            start = zlib.crc32(name.encode()) % _DUMMY_POOL
+            repeats = -(-(start + rows * columns) // _DUMMY_POOL)
+            tensor = pool.repeat(repeats)[start : start + rows * columns].view(rows, columns) * columns**-0.5
+        yield name, tensor
