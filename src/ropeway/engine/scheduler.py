@@ -81,67 +81,82 @@ class Scheduler:
     # The step
 
     def schedule(self) -> SchedulerOutput:
-        """Plan one step: running requests first, then waiting ones while tokens, rows and blocks last."""
+        """Plan one step: running requests first, then waiting ones while tokens, rows and blocks last.
+
+        Its tokens count as computed from here on, so that the next plan can be made before this one's result.
+        """
         plan = SchedulerOutput(self._step_id)
         rows: list[Request] = []
         budget, preempted = self._schedule_running(plan, rows)
         if budget > 0 and not preempted and len(self.waiting):
-            self._schedule_waiting(plan, rows, budget)
+            budget = self._schedule_waiting(plan, rows, budget)
         if rows:
-            self._advance(plan, rows)
+            plan.request_ids = [request.request_id for request in rows]
+            plan.epochs = [request.epoch for request in rows]
+            plan.total_tokens = self._max_num_batched_tokens - budget
             plan.removed, self._removed = self._removed, []
+            self._num_live_tokens += plan.total_tokens
             self._in_flight[self._step_id] = rows
             self._step_id += 1
         return plan
 
     def _schedule_running(self, plan: SchedulerOutput, rows: list[Request]) -> tuple[int, bool]:
-        """Give every running request its tokens. Returns the budget left and whether anyone was preempted."""
+        """Give every running request its tokens. Returns the budget left and whether anyone was preempted.
+
+        This loop and update()'s are the whole cost of steady decoding, so they are written flat.
+        """
         budget = self._max_num_batched_tokens
         preempted = False
         block_size = self.kv.block_size
-        running, starts, counts = self.running, plan.start_positions, plan.num_tokens
-        index = 0
-        while index < len(running) and budget > 0:  # the list shrinks from behind when someone gives way
-            request = running[index]
-            index += 1
+        starts, counts, samples = plan.start_positions, plan.num_tokens, plan.samples
+        for request in self.running:  # preemption removes only from behind
             start = request.num_computed_tokens
             count = request.num_tokens - start
             if count != 1:
-                if count == 0:  # its last token is in flight
-                    continue
                 count = min(count, self._max_chunk, budget)
+                if count == 0:  # its last token is in flight, or the budget is spent
+                    continue
+                self._outputs.stats.num_new_prefill_tokens += count
+            elif budget == 0:
+                continue
+            end = start + count
             if count > -start % block_size:  # more than the last block has room for
-                blocks = self.kv.allocate(request, start + count)
+                blocks = self.kv.allocate(request, end)
                 while blocks is None:
                     preempted = True
-                    victim = self.waiting.victim(running[index - 1 :])
+                    victim = self.waiting.victim(self.running[self.running.index(request) :])
                     self._preempt(victim)
                     if victim is request:
-                        break
-                    blocks = self.kv.allocate(request, start + count)
-                if blocks is None:
-                    index -= 1
-                    continue
+                        return budget, preempted
+                    blocks = self.kv.allocate(request, end)
                 plan.new_blocks[request.request_id] = blocks
             rows.append(request)
             starts.append(start)
             counts.append(count)
             budget -= count
+            request.num_computed_tokens = end
+            if end == request.num_tokens:
+                samples.append(True)
+                if end + 1 < request.max_num_tokens:  # the KV of a request's last token is never needed
+                    request.num_tokens = end + 1
+            else:
+                samples.append(False)
         return budget, preempted
 
-    def _schedule_waiting(self, plan: SchedulerOutput, rows: list[Request], budget: int) -> None:
+    def _schedule_waiting(self, plan: SchedulerOutput, rows: list[Request], budget: int) -> int:
         """Admit by policy. A request enters only if the pool can hold all its known tokens and still give each
         running request one more block: admitting more would only preempt someone in the next few steps."""
         while budget > 0 and len(self.running) < self._max_num_seqs:
             request = self.waiting.peek()
             if request is None:
-                return
+                break
             hit = self.kv.lookup(request)
             if not self.kv.can_hold(request.num_tokens, hit, reserve=len(self.running)):
-                return
+                break
             start = hit.num_tokens
             count = min(request.num_tokens - start, self._max_chunk, budget)
-            if self.kv.allocate(request, start + count, hit) is None:
+            end = start + count
+            if self.kv.allocate(request, end, hit) is None:
                 raise AssertionError("the pool promised to hold the whole request")
             self.waiting.remove(request)
             self._admit(request, start)
@@ -159,27 +174,13 @@ class Scheduler:
             rows.append(request)
             plan.start_positions.append(start)
             plan.num_tokens.append(count)
+            plan.samples.append(end == request.num_tokens)
             budget -= count
-
-    def _advance(self, plan: SchedulerOutput, rows: list[Request]) -> None:
-        """The plan is made; count its tokens as computed, so that the next plan can be made before its result."""
-        num_prefill_tokens = 0
-        samples = plan.samples
-        for request, start, count in zip(rows, plan.start_positions, plan.num_tokens, strict=True):
-            request.num_computed_tokens = end = start + count
-            if end == request.num_tokens:
-                samples.append(True)
-                if end + 1 < request.max_num_tokens:  # the KV of a request's last token is never needed
-                    request.num_tokens = end + 1
-            else:
-                samples.append(False)
-            if count > 1 or start < request.num_prompt_tokens:
-                num_prefill_tokens += count
-        plan.request_ids = [request.request_id for request in rows]
-        plan.epochs = [request.epoch for request in rows]
-        plan.total_tokens = sum(plan.num_tokens)
-        self._num_live_tokens += plan.total_tokens
-        self._outputs.stats.num_new_prefill_tokens += num_prefill_tokens
+            request.num_computed_tokens = end
+            if end == request.num_tokens and end + 1 < request.max_num_tokens:
+                request.num_tokens = end + 1
+            self._outputs.stats.num_new_prefill_tokens += count
+        return budget
 
     def update(self, plan: SchedulerOutput, result: ModelRunnerOutput) -> StepOutputs:
         """Take in one step's result: append tokens, publish full blocks, finish what is finished."""
