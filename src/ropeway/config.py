@@ -188,7 +188,7 @@ def parse_size(text: str) -> int:
     if suffix not in _SUFFIXES:
         raise ValueError(f"{text!r} is not a size")
     value = float(number) * _SUFFIXES[suffix]
-    if value != int(value):
+    if not value.is_integer():
         raise ValueError(f"{text!r} is not a whole number")
     return int(value)
 
