@@ -307,17 +307,11 @@ def _declare_tokens(backend: tokenizers.Tokenizer, settings: Json, folder: Path)
         raise ConfigError(
             f"{folder / 'tokenizer_config.json'}: added_tokens_decoder cannot be understood: {error}"
         ) from error
-    # The flags (lstrip, ...) of tokens that are special already are kept.
-    special = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
+    # What the vocabulary already lists as an added token keeps its flags, even if these say that it is not special.
+    known = {token.content for token in backend.get_added_tokens_decoder().values()}
     texts = [_content(token) for token in [*(settings.get(name) for name in NAMED_TOKENS), *extra]]
-    missing = [text for text in texts if isinstance(text, str) and text not in special]
-    backend.add_special_tokens(
-        [
-            tokenizers.AddedToken(text, special=True, normalized=False)
-            for text in missing
-            if backend.token_to_id(text) is not None
-        ]
-    )
+    missing = [text for text in texts if isinstance(text, str) and text not in known]
+    backend.add_special_tokens([text for text in missing if backend.token_to_id(text) is not None])
 
 
 def _configured_eos(folder: Path) -> list[int]:
