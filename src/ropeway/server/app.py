@@ -1,0 +1,292 @@
+"""The HTTP application: routes, and the layer around them (request ids, keys, errors, the access log).
+
+Owns: create_app. Must not know: how requests are parsed or run. Called by: cli, which builds what is handed in, calls
+``app.state.service.mark_ready(ready)`` once the engine has started, and drives ``app.state.lifecycle`` on signals.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import uuid
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Literal
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+from starlette.datastructures import MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ropeway.config import Config
+from ropeway.engine.client import EngineClient
+from ropeway.errors import RequestError
+from ropeway.metrics import Metrics
+from ropeway.protocol import EngineReady
+from ropeway.server.auth import Keys
+from ropeway.server.health import Lifecycle
+from ropeway.server.openai.chat import create_chat_completion
+from ropeway.server.openai.completions import create_completion
+from ropeway.server.openai.errors import error_response, internal_error, json_response
+from ropeway.server.openai.models import get_model, list_models, served_names
+from ropeway.server.openai.params import load_sampling_defaults
+from ropeway.server.openai.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from ropeway.server.openai.tokenize import detokenize, tokenize
+from ropeway.server.service import RequestInfo, Service
+from ropeway.server.sse import ClientGone
+from ropeway.server.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+access_logger = logging.getLogger("ropeway.access")
+
+REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+VALIDATION: Literal["validation"] = "validation"
+BODIES: dict[str, type[BaseModel]] = {
+    "/v1/chat/completions": ChatRequest,
+    "/v1/completions": CompletionRequest,
+    "/tokenize": TokenizeRequest,
+    "/detokenize": DetokenizeRequest,
+}
+
+
+def create_app(
+    config: Config,
+    client: EngineClient,
+    tokenizer: Tokenizer,
+    metrics: Metrics,
+    *,
+    ready: EngineReady | None = None,
+    lifecycle: Lifecycle | None = None,
+    model_folder: Path | None = None,
+) -> FastAPI:
+    """The app of one replica. It starts and stops nothing.
+
+    ready: the engine's facts, if it has started; else call ``app.state.service.mark_ready`` later: until then
+    requests get 503. model_folder: where generation_config.json gives the default sampling parameters, unless
+    ``--generation-config none``. Raises ConfigError for an unreadable one.
+    """
+    use_defaults = model_folder is not None and config.model.generation_config == "auto"
+    service = Service(
+        config,
+        client,
+        tokenizer,
+        metrics,
+        lifecycle or Lifecycle(config.server.drain_notice),
+        names=served_names(config),
+        sampling_defaults=load_sampling_defaults(model_folder) if use_defaults and model_folder else {},
+    )
+    app = FastAPI(
+        title="Ropeway",
+        version=version("ropeway"),
+        root_path=config.server.root_path,
+        redirect_slashes=False,  # a redirected POST loses its body with many clients
+    )
+    app.state.service = service
+    app.state.lifecycle = service.lifecycle
+    if ready is not None:
+        service.mark_ready(ready)
+    metrics.before_page(lambda: _refresh(service))
+    _add_routes(app, service)
+    _add_probes(app, service)
+    _add_error_handlers(app, service)
+    app.add_middleware(Gate, service=service, keys=Keys(config.server.api_key))
+    if config.server.allowed_origins:  # outside the gate: a preflight carries no key
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(config.server.allowed_origins),
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["X-Request-Id"],
+        )
+    app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
+    return app
+
+
+def _add_routes(app: FastAPI, service: Service) -> None:
+    @app.post("/v1/chat/completions", summary="Chat completion", response_model=None)
+    async def chat_completions(request: Request) -> Response:
+        return await create_chat_completion(service, request)
+
+    @app.post("/v1/completions", summary="Text completion", response_model=None)
+    async def completions(request: Request) -> Response:
+        return await create_completion(service, request)
+
+    @app.get("/v1/models", summary="Models served")
+    async def models() -> dict[str, Any]:
+        return list_models(service)
+
+    @app.get("/v1/models/{model_id:path}", summary="One model")
+    async def model(model_id: str) -> dict[str, Any]:
+        return get_model(service, model_id)
+
+    @app.post("/tokenize", summary="Token ids of a text or of messages", response_model=None)
+    async def tokenize_route(request: Request) -> Response:
+        return json_response(await tokenize(service, request))
+
+    @app.post("/detokenize", summary="Text of token ids", response_model=None)
+    async def detokenize_route(request: Request) -> Response:
+        return json_response(await detokenize(service, request))
+
+    @app.post("/drain", summary="Take no new requests; running ones go on")
+    async def drain() -> dict[str, Any]:
+        service.lifecycle.begin_drain()
+        return {"status": service.lifecycle.phase.value, "requests_in_flight": service.lifecycle.in_flight}
+
+    @app.post("/undrain", summary="Take new requests again")
+    async def undrain() -> dict[str, Any]:
+        service.lifecycle.undrain()
+        return {"status": service.lifecycle.phase.value, "requests_in_flight": service.lifecycle.in_flight}
+
+    @app.post("/reset_prefix_cache", summary="Forget cached prefixes that no request is using")
+    async def reset_prefix_cache() -> dict[str, Any]:
+        service.admission.check()
+        await service.client.reset_prefix_cache()
+        return {"status": "ok"}
+
+
+def _add_probes(app: FastAPI, service: Service) -> None:
+    def answer(problem: str | None) -> Response:
+        if problem is None:
+            return json_response({"status": "ok"})
+        return json_response({"status": "unavailable", "reason": problem}, status=503)
+
+    @app.head("/live", include_in_schema=False)
+    @app.get("/live", summary="Should the process be restarted?", response_model=None)
+    async def live() -> Response:
+        return answer(service.lifecycle.live_problem(service.client.health))
+
+    @app.head("/ready", include_in_schema=False)
+    @app.head("/health", include_in_schema=False)
+    @app.get("/ready", summary="Should new requests be sent here?", response_model=None)
+    @app.get("/health", summary="The same as /ready", response_model=None)
+    async def ready() -> Response:
+        return answer(service.lifecycle.ready_problem(service.client.health))
+
+    @app.get("/version", summary="Version of the server")
+    async def get_version() -> dict[str, Any]:
+        return {"version": version("ropeway")}
+
+    @app.get("/load", summary="Client requests being served")
+    async def load() -> dict[str, Any]:
+        return {"server_load": service.lifecycle.in_flight}
+
+    @app.get("/metrics", summary="Prometheus metrics", response_model=None)
+    async def get_metrics() -> Response:
+        return Response(service.metrics.page(), media_type=CONTENT_TYPE_LATEST)
+
+
+def _refresh(service: Service) -> None:
+    service.metrics.in_flight.set(service.lifecycle.in_flight)
+    service.metrics.draining.set(service.lifecycle.is_draining)
+    service.metrics.set_restarts(service.client.health.num_restarts)
+
+
+def _add_error_handlers(app: FastAPI, service: Service) -> None:
+    async def request_error(request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestError)
+        return _refuse(service, error)
+
+    async def http_error(request: Request, error: Exception) -> Response:
+        """No such route, or not with this method."""
+        assert isinstance(error, HTTPException)
+        unknown = error.status_code == 404
+        message = f"Unknown URL: {request.method} {request.url.path[:200]}" if unknown else str(error.detail)
+        code = "unknown_url" if unknown else "method_not_allowed"
+        headers = dict(error.headers or {})
+        return _refuse(service, RequestError(message, status=error.status_code, code=code, headers=headers))
+
+    async def client_gone(request: Request, error: Exception) -> Response:
+        return Response(status_code=499)  # nobody reads it; the access log does
+
+    app.add_exception_handler(RequestError, request_error)
+    app.add_exception_handler(HTTPException, http_error)
+    app.add_exception_handler(ClientGone, client_gone)
+    app.add_exception_handler(ClientDisconnect, client_gone)
+
+
+def _refuse(service: Service, error: RequestError) -> Response:
+    service.metrics.refused(error.status, error.code or error.type)
+    return error_response(error)
+
+
+class Gate:
+    """Around every request: its id, its key, the last resort for bugs, one line in the access log."""
+
+    def __init__(self, app: ASGIApp, service: Service, keys: Keys) -> None:
+        self._app = app
+        self._service = service
+        self._keys = keys
+        self._logs = service.config.server.enable_log_requests
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        given = next((value.decode("latin-1") for name, value in scope["headers"] if name == b"x-request-id"), "")
+        is_given = REQUEST_ID.fullmatch(given) is not None
+        info = RequestInfo(given if is_given else uuid.uuid4().hex, is_given, self._service.clock())
+        scope["ropeway"] = info
+        status = 0
+
+        async def send_with_headers(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                headers = MutableHeaders(scope=message)
+                headers["X-Request-Id"] = info.request_id
+                for name, value in info.headers.items():
+                    headers[name] = value
+            await send(message)
+
+        try:
+            info.key_name = self._keys.check(scope["path"].removeprefix(scope.get("root_path", "")), scope["headers"])
+            await self._app(scope, receive, send_with_headers)
+        except RequestError as error:
+            await _refuse(self._service, error)(scope, receive, send_with_headers)
+        except Exception:
+            logger.exception("request %s failed", info.request_id)
+            if status:
+                raise  # too late for an answer: the connection is cut
+            await _refuse(self._service, internal_error())(scope, receive, send_with_headers)
+        finally:
+            if self._logs and scope["method"] == "POST":
+                _log(info, status, self._service.clock())
+
+
+def _log(info: RequestInfo, status: int, now: float) -> None:
+    """Ids and counts; never a word of the client's."""
+    line = f"request={info.request_id} key={info.key_name or '-'} status={status} seconds={now - info.arrival_time:.3f}"
+    if (call := info.call) is not None:
+        usage = call.usage()
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        line += (
+            f" id={call.id} sequences={len(call.sequences)} prompt_tokens={usage['prompt_tokens']}"
+            f" cached_tokens={cached} completion_tokens={usage['completion_tokens']}"
+        )
+        first = call.sequences[0].stream.first_token_time
+        if first is not None:
+            line += f" ttft={first - info.arrival_time:.3f}"
+    access_logger.info(line)
+
+
+def _openapi(app: FastAPI) -> dict[str, Any]:
+    """FastAPI's document plus the bodies, which the endpoints read and validate themselves."""
+    if app.openapi_schema is None:
+        document = get_openapi(title=app.title, version=app.version, routes=app.routes)
+        refs, definitions = models_json_schema(
+            [(schema, VALIDATION) for schema in BODIES.values()], ref_template="#/components/schemas/{model}"
+        )
+        document.setdefault("components", {}).setdefault("schemas", {}).update(definitions["$defs"])
+        for path, schema in BODIES.items():
+            document["paths"][path]["post"]["requestBody"] = {
+                "required": True,
+                "content": {"application/json": {"schema": refs[(schema, VALIDATION)]}},
+            }
+        app.openapi_schema = document
+    return app.openapi_schema

@@ -1,0 +1,156 @@
+"""POST /v1/completions.
+
+Owns: prompts in their four forms, echo, and the completions wording of answers. Must not know: how sequences run.
+Called by: app.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ropeway.errors import RequestError
+from ropeway.server.openai.logprobs import CompletionLogprobs
+from ropeway.server.openai.schema import CompletionRequest
+from ropeway.server.service import Call, Sequence, Service
+from ropeway.server.sse import TextFrame, event
+from ropeway.server.stream import TextDelta
+
+DEFAULT_MAX_TOKENS = 16  # OpenAI's
+
+
+async def create_completion(service: Service, request: Request) -> Response:
+    body = await service.read(request, CompletionRequest)
+    prompts = split_prompts(body.prompt)
+    service.admission.check(len(prompts) * body.n)
+    if body.echo and body.logprobs is not None:
+        raise RequestError(
+            "'echo' together with 'logprobs' (log-probabilities of the prompt) is not supported yet.",
+            param="logprobs",
+            code="unsupported_parameter",
+        )
+    if body.max_tokens == 0 and not body.echo:
+        raise RequestError(
+            "Invalid value for 'max_tokens': must be at least 1, unless 'echo' is true.",
+            param="max_tokens",
+            code="invalid_value",
+        )
+    tokenizer = service.tokenizer
+    encoded = [
+        await tokenizer.encode_async(prompt, body.add_special_tokens) if isinstance(prompt, str) else prompt
+        for prompt in prompts
+    ]
+    call = service.make_call(
+        request,
+        body,
+        encoded,
+        prefix="cmpl-",
+        param="prompt",
+        max_tokens=DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens,
+        logprobs=body.logprobs,
+    )
+    echoes = [""] * len(prompts)
+    if body.echo:
+        echoes = [
+            prompt if isinstance(prompt, str) else tokenizer.decode(prompt, body.skip_special_tokens)
+            for prompt in prompts
+        ]
+    return await service.respond(request, call, CompletionView(service, call, echoes, body.logprobs is not None))
+
+
+def split_prompts(prompt: Any) -> list[str] | list[list[int]]:
+    """A text, token ids, a list of texts or a list of lists of ids, as a list. Raises RequestError(400)."""
+    if isinstance(prompt, str):
+        prompt = [prompt]
+    if not isinstance(prompt, list):
+        raise _bad_prompt("must be a string, a list of strings, a list of token ids, or a list of such lists")
+    kinds = set(map(type, prompt))
+    if kinds == {int}:  # exactly: true is no token id
+        prompt, kinds = [prompt], {list}
+    if kinds not in ({str}, {list}):
+        raise _bad_prompt("must not be empty" if not kinds else "a list holds texts, token ids or lists of token ids")
+    for item in prompt:
+        if not item:
+            raise RequestError("'prompt' must not be empty.", param="prompt", code="empty_prompt")
+        if isinstance(item, list) and set(map(type, item)) != {int}:
+            raise _bad_prompt("token ids must be integers")
+    return list(prompt)
+
+
+def _bad_prompt(reason: str) -> RequestError:
+    return RequestError(f"Invalid value for 'prompt': {reason}.", param="prompt", code="invalid_value")
+
+
+class CompletionView:
+    def __init__(self, service: Service, call: Call, echoes: list[str], logprobs: bool) -> None:
+        """echoes: text to put before the choices of each prompt."""
+        self._tokenizer = service.tokenizer
+        self._call = call
+        self._echoes = echoes
+        self._logprobs: dict[int, CompletionLogprobs] | None = {} if logprobs else None
+        self._fast = not (logprobs or call.return_token_ids or call.continuous_usage)
+        self._frames: dict[int, TextFrame] = {}  # by choice; there once it has begun
+
+    def chunk(self, sequence: Sequence, delta: TextDelta) -> bytes:
+        frame = self._frames.get(sequence.index)
+        if frame is None:
+            self._frames[sequence.index] = TextFrame(
+                lambda text: self._event(self._choice(sequence.index, text, TextDelta()))
+            )
+            return self._full_chunk(sequence, delta, self._echo(sequence), first=True)
+        if self._fast and delta.finish_reason is None:
+            return frame.render(delta.text) if delta.text else b""
+        return self._full_chunk(sequence, delta)
+
+    def _full_chunk(self, sequence: Sequence, delta: TextDelta, echo: str = "", first: bool = False) -> bytes:
+        shows_ids = self._call.return_token_ids
+        text = echo + delta.text
+        if not (text or delta.logprobs or delta.finish_reason or (shows_ids and delta.token_ids)):
+            return b""
+        choice = self._choice(sequence.index, text, delta)
+        if shows_ids:
+            choice["token_ids"] = delta.token_ids
+            if first:
+                choice["prompt_token_ids"] = sequence.request.prompt_token_ids
+        return event(self._event(choice))
+
+    def _echo(self, sequence: Sequence) -> str:
+        return self._echoes[sequence.index // self._call.n]
+
+    def _choice(self, index: int, text: str, delta: TextDelta) -> dict[str, Any]:
+        choice: dict[str, Any] = {"index": index, "text": text, "logprobs": None, "finish_reason": delta.finish_reason}
+        if delta.finish_reason is not None:
+            choice["stop_reason"] = delta.stop_reason
+        if self._logprobs is not None and delta.logprobs is not None:
+            choice["logprobs"] = self._logprobs.setdefault(index, CompletionLogprobs(self._tokenizer)).block(delta)
+        return choice
+
+    def _event(self, choice: dict[str, Any] | None, usage: dict[str, Any] | None = None) -> dict[str, Any]:
+        call = self._call
+        value: dict[str, Any] = {
+            "id": call.id,
+            "object": "text_completion",
+            "created": call.created,
+            "model": call.model,
+            "choices": [] if choice is None else [choice],
+        }
+        if call.continuous_usage and choice is not None:
+            value["usage"] = call.usage()
+        elif call.include_usage or not call.stream:
+            value["usage"] = usage
+        return value
+
+    def usage_chunk(self, usage: dict[str, Any]) -> bytes:
+        return event(self._event(None, usage))
+
+    def response(self, results: list[tuple[Sequence, TextDelta]], usage: dict[str, Any]) -> dict[str, Any]:
+        choices = []
+        for sequence, whole in results:
+            choice = self._choice(sequence.index, self._echo(sequence) + whole.text, whole)
+            if self._call.return_token_ids:
+                choice["token_ids"] = whole.token_ids
+                choice["prompt_token_ids"] = sequence.request.prompt_token_ids
+            choices.append(choice)
+        return {**self._event(None, usage), "choices": choices}

@@ -1,0 +1,44 @@
+"""GET /v1/models and /v1/models/{id}.
+
+Owns: the names the API answers to. Must not know: the engine. Called by: app, cli (the name for metrics).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ropeway.config import Config
+from ropeway.errors import RequestError
+from ropeway.server.service import Service
+
+DEMO_NAME = "SmolLM2-135M-Instruct"
+
+
+def served_names(config: Config) -> tuple[str, ...]:
+    """As configured, else the model as it was given. The first is the one reported back."""
+    return config.model.served_model_name or (config.model.model or DEMO_NAME,)
+
+
+def list_models(service: Service) -> dict[str, Any]:
+    return {"object": "list", "data": [_card(service, name) for name in service.names]}
+
+
+def get_model(service: Service, name: str) -> dict[str, Any]:
+    """Raises RequestError(404)."""
+    if name not in service.names:
+        raise RequestError(
+            f"The model '{name[:200]}' does not exist.", status=404, param="model", code="model_not_found"
+        )
+    return _card(service, name)
+
+
+def _card(service: Service, name: str) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "ropeway",
+        "root": service.config.model.model or DEMO_NAME,
+        "parent": None,
+        "max_model_len": service.limits.max_model_len,
+    }

@@ -1,0 +1,191 @@
+"""Request bodies: which fields there are, their JSON types and ranges, and which are known but not there yet.
+
+Owns: the pydantic models and the rules for fields outside them. Must not know: the model's vocabulary or context length
+(params.py checks those), how answers look. Called by: chat, completions, tokenize; app (the OpenAPI document).
+
+Types are strict: "5" is not a number and true is not an integer. Null means absent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema
+
+from ropeway.errors import RequestError
+from ropeway.server.openai.errors import invalid_fields
+
+TokenIds = Annotated[list[int], Field(fail_fast=True)]  # one error is enough: a body may hold millions of ids
+
+
+class Body(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+
+    model: str | None = Field(None, description="One of GET /v1/models; without it the served model answers.")
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+    include_usage: bool | None = False
+    continuous_usage_stats: bool | None = False
+
+
+class GenerationBody(Body):
+    """What chat and completions have in common. None in a sampling field: the model's own default."""
+
+    max_tokens: int | None = Field(None, ge=0)
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, ge=0, le=1)
+    n: int = Field(1, ge=1, le=128)
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None
+    presence_penalty: float = Field(0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    logit_bias: dict[str, float] | None = Field(None, max_length=2**16)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**64, description="Choice i of n uses a stream of its own.")
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    # Extensions
+    top_k: int | None = Field(None, ge=-1)
+    min_p: float | None = Field(None, ge=0, le=1)
+    repetition_penalty: float | None = Field(None, gt=0, le=100)
+    min_tokens: int = Field(0, ge=0)
+    ignore_eos: bool = False
+    stop_token_ids: TokenIds | None = None
+    include_stop_str_in_output: bool = False
+    allowed_token_ids: TokenIds | None = None
+    banned_token_ids: TokenIds | None = None
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    truncate_prompt_tokens: int | None = Field(None, ge=-1, description="Keep the last k; -1: as many as fit.")
+    cache_salt: str | None = Field(None, max_length=1024)
+    return_token_ids: bool = False
+    request_id: str | None = Field(None, pattern=r"^[\x21-\x7e]{1,128}$")
+
+
+class ChatMessage(BaseModel):
+    """content: text, or a list of ``{"type": "text", "text": ...}``. Further keys go to the chat template."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    role: str
+    content: str | list[dict[str, Any]] | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+
+
+Messages = Annotated[list[ChatMessage], Field(fail_fast=True)]
+
+
+class TemplateFields(BaseModel):
+    """How messages become a prompt."""
+
+    tools: list[dict[str, Any]] | None = None
+    add_generation_prompt: bool | None = Field(None, description="Default: unless continue_final_message.")
+    continue_final_message: bool = False
+    add_special_tokens: bool | None = Field(None, description="Default: false for messages, true for a text.")
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class ChatRequest(GenerationBody, TemplateFields):
+    messages: Messages
+    max_completion_tokens: int | None = Field(None, ge=0, description="Goes before max_tokens.")
+    logprobs: bool = False
+    top_logprobs: int | None = Field(None, ge=0)
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = Field(
+        None, description="Given to the chat template."
+    )
+
+
+_PROMPT_SCHEMA = {
+    "title": "Prompt",
+    "anyOf": [
+        {"type": "string"},
+        {"type": "array", "items": {"type": "string"}},
+        {"type": "array", "items": {"type": "integer"}},
+        {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}},
+    ],
+}
+
+
+class CompletionRequest(GenerationBody):
+    prompt: Annotated[Any, WithJsonSchema(_PROMPT_SCHEMA)]  # completions.py checks it: a union's errors are unreadable
+    logprobs: int | None = Field(None, ge=0)
+    echo: bool = False
+    add_special_tokens: bool = True
+
+
+class TokenizeRequest(Body, TemplateFields):
+    """A text, or messages."""
+
+    prompt: str | None = None
+    messages: Messages | None = None
+    return_token_strs: bool = False
+
+
+class DetokenizeRequest(Body):
+    tokens: TokenIds
+
+
+# Known fields that this server cannot honour yet, and the values, besides null and empty ones, that ask for nothing.
+_NOT_YET: dict[str, Callable[[Any, Mapping[str, Any]], bool]] = {
+    **dict.fromkeys(
+        (
+            "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
+            "guided_decoding_backend", "guided_whitespace_pattern", "bad_words", "suffix", "queue_timeout_ms",
+            "deadline_ms", "functions", "function_call", "audio", "prediction", "web_search_options", "store",
+            "use_beam_search", "echo", "logits_processors",
+        ),
+        lambda value, body: False,
+    ),
+    "prompt_logprobs": lambda value, body: False,  # 0 asks for the prompt's own tokens
+    "response_format": lambda value, body: value == {"type": "text"},
+    "best_of": lambda value, body: type(value) is int and value == body.get("n", 1),
+    "priority": lambda value, body: type(value) is int and value == 0,
+    "service_tier": lambda value, body: value in ("auto", "default"),
+    "modalities": lambda value, body: value == ["text"],
+    "length_penalty": lambda value, body: value == 1,
+}  # fmt: skip
+
+# Fields that routers and gateways add for themselves, and that change nothing in the answer.
+_TOLERATED = frozenset(
+    {
+        "no_stop_trim", "separate_reasoning", "stream_reasoning", "return_hidden_states", "session_params",
+        "bootstrap_host", "bootstrap_port", "bootstrap_room", "kv_transfer_params", "min_tokens", "safety_identifier",
+        "prompt_cache_key", "prompt_cache_retention",
+    }
+)  # fmt: skip
+
+B = TypeVar("B", bound=Body)
+
+
+def validate(schema: type[B], values: Mapping[str, Any]) -> B:
+    """Raises RequestError(400) that names the field."""
+    try:
+        return schema.model_validate({key: value for key, value in values.items() if value is not None})
+    except ValidationError as error:
+        raise invalid_fields(error) from None
+
+
+def outside_fields(body: Body, unknown_fields: str) -> list[str]:
+    """Names of the fields that have no meaning here, to be reported as ignored. Raises RequestError(400) for fields
+    that are known but not supported yet, and with ``unknown_fields == "reject"`` for unknown ones."""
+    values = {**body.__dict__, **(body.model_extra or {})}
+    unknown = []
+    for name, value in (body.model_extra or {}).items():
+        if name in _NOT_YET:
+            if not (_is_empty(value) or _NOT_YET[name](value, values)):
+                raise RequestError(f"'{name}' is not supported yet.", param=name, code="unsupported_parameter")
+        elif name not in _TOLERATED:
+            unknown.append(name)
+    if unknown and unknown_fields == "reject":
+        raise RequestError(f"Unknown parameter: '{unknown[0]}'.", param=unknown[0], code="unknown_parameter")
+    return unknown if unknown_fields == "warn" else []
+
+
+def _is_empty(value: Any) -> bool:
+    return value is None or value is False or (isinstance(value, str | list | dict) and not value)

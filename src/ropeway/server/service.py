@@ -1,0 +1,390 @@
+"""The path that all generating endpoints share: read a body, check it, admit it, run its sequences, answer.
+
+Owns: Service (what the endpoints need, in one place), Call and Sequence (one client request and its parts), request ids.
+Must not know: how an endpoint words its answers (a View does). Called by: app (builds it), server.openai.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import re
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar, cast
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ropeway.config import Config
+from ropeway.engine.client import EngineClient, TokenDelta
+from ropeway.errors import EngineDeadError, RequestError
+from ropeway.metrics import Metrics
+from ropeway.protocol import AddRequest, EngineReady
+from ropeway.server.admission import Admission
+from ropeway.server.health import Lifecycle
+from ropeway.server.openai.errors import error_body, internal_error, json_response, parse_object
+from ropeway.server.openai.params import (
+    ModelLimits,
+    build_sampling,
+    check_prompt_ids,
+    stop_strings,
+    truncated,
+)
+from ropeway.server.openai.schema import Body, GenerationBody, outside_fields, validate
+from ropeway.server.sse import DONE, EventStream, Write, event, unless_gone
+from ropeway.server.stream import RequestStream, TextDelta
+from ropeway.server.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+B = TypeVar("B", bound=Body)
+Emit = Callable[["Sequence", TextDelta], Awaitable[None]]
+
+
+@dataclass(slots=True)
+class RequestInfo:
+    """What is known of one HTTP request outside its body; made by the outermost layer, in the ASGI scope."""
+
+    request_id: str
+    id_is_given: bool  # by the client's X-Request-Id
+    arrival_time: float  # time.monotonic()
+    key_name: str = ""
+    headers: dict[str, str] = field(default_factory=dict)  # to add to the response
+    call: Call | None = None
+
+    @staticmethod
+    def of(request: Request) -> RequestInfo:
+        return cast(RequestInfo, request.scope["ropeway"])
+
+
+@dataclass(slots=True)
+class Sequence:
+    index: int  # of the choice in the answer
+    request: AddRequest
+    stream: RequestStream
+
+
+@dataclass(slots=True)
+class Call:
+    """One client request, checked and tokenised: n sequences for each prompt, in the order of their choices."""
+
+    id: str
+    model: str
+    created: int  # Unix time
+    sequences: list[Sequence]
+    n: int
+    stream: bool
+    include_usage: bool
+    continuous_usage: bool
+    return_token_ids: bool
+
+    def usage(self) -> dict[str, Any]:
+        """As of now. A prompt counts once, however many choices it has."""
+        firsts = self.sequences[:: self.n]
+        prompt = sum(sequence.stream.num_prompt_tokens for sequence in firsts)
+        completion = sum(sequence.stream.num_output_tokens for sequence in self.sequences)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": sum(s.stream.num_cached_tokens for s in firsts)},
+        }
+
+
+class View(Protocol):
+    """How one endpoint words the answer to one call."""
+
+    def chunk(self, sequence: Sequence, delta: TextDelta) -> bytes:
+        """Events for a delta; empty when it has nothing to say."""
+        ...
+
+    def usage_chunk(self, usage: dict[str, Any]) -> bytes: ...
+
+    def response(self, results: list[tuple[Sequence, TextDelta]], usage: dict[str, Any]) -> dict[str, Any]:
+        """The whole answer; each sequence comes with the sum of its deltas."""
+        ...
+
+
+class Service:
+    """Everything an endpoint needs. One per app."""
+
+    def __init__(
+        self,
+        config: Config,
+        client: EngineClient,
+        tokenizer: Tokenizer,
+        metrics: Metrics,
+        lifecycle: Lifecycle,
+        *,
+        names: tuple[str, ...],
+        sampling_defaults: dict[str, float],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.config = config
+        self.client = client
+        self.tokenizer = tokenizer
+        self.metrics = metrics
+        self.lifecycle = lifecycle
+        self.names = names
+        self.clock = clock
+        self.created = int(time.time())
+        self.admission = Admission(config.server, lifecycle, lambda: client.health)
+        self._sampling_defaults = sampling_defaults
+        self._limits: ModelLimits | None = None
+        self._request_ids = itertools.count(1)
+
+    def mark_ready(self, ready: EngineReady) -> None:
+        """The engine has started: requests are accepted from now on."""
+        self._limits = ModelLimits(
+            # A request that could not fit even alone would be preempted for ever.
+            max_model_len=min(ready.max_model_len, ready.kv_capacity_tokens),
+            vocab_size=ready.vocab_size,
+            max_logprobs=self.config.server.max_logprobs,
+            eos_token_ids=self.tokenizer.eos_token_ids,
+            defaults=self._sampling_defaults,
+        )
+        self.metrics.mark_ready(ready)
+        self.lifecycle.mark_ready()
+
+    @property
+    def limits(self) -> ModelLimits:
+        """Raises RequestError(503) while the engine has not started."""
+        if self._limits is None:
+            self.admission.check()
+            raise AssertionError("accepting requests without an engine")
+        return self._limits
+
+    # Reading
+
+    async def read(self, request: Request, schema: type[B]) -> B:
+        """The checked body. Raises RequestError."""
+        values = parse_object(await read_body(request, self.config.server.max_request_bytes))
+        body = validate(schema, values)
+        ignored = outside_fields(body, self.config.server.unknown_fields)
+        if body.model is not None and body.model not in self.names:
+            raise RequestError(
+                f"The model '{body.model[:200]}' does not exist.", status=404, param="model", code="model_not_found"
+            )
+        if ignored:
+            safe = [re.sub(r"[^\w.-]", "?", name[:64], flags=re.ASCII) for name in ignored[:32]]
+            RequestInfo.of(request).headers["X-Ropeway-Ignored-Fields"] = ", ".join(safe)
+        return body
+
+    def make_call(
+        self,
+        request: Request,
+        body: GenerationBody,
+        prompts: Iterable[list[int]],
+        *,
+        prefix: str,
+        param: str,
+        max_tokens: int | None,
+        logprobs: int | None,
+    ) -> Call:
+        """Check everything that is left to check and build the sequences. Raises RequestError.
+
+        prefix: of the answer's id. param: the field that holds the prompt. max_tokens: None takes all there is room
+        for. logprobs: None, or how many alternatives per token.
+        """
+        info, limits = RequestInfo.of(request), self.limits
+        stops = stop_strings(body)
+        options = body.stream_options
+        if options is not None and not body.stream and (options.include_usage or options.continuous_usage_stats):
+            raise RequestError("'stream_options' needs 'stream': true.", param="stream_options", code="invalid_value")
+        if body.request_id is not None and not info.id_is_given:
+            info.request_id = body.request_id
+        sequences: list[Sequence] = []
+        for prompt in prompts:
+            ids = truncated(prompt, body, max_tokens, limits)
+            check_prompt_ids(ids, limits, param)
+            for choice in range(body.n):
+                sampling = build_sampling(
+                    body,
+                    limits,
+                    num_prompt_tokens=len(ids),
+                    max_tokens=max_tokens,
+                    logprobs=logprobs,
+                    choice=choice,
+                    param=param,
+                )
+                add = AddRequest(
+                    next(self._request_ids),
+                    ids,
+                    sampling,
+                    info.arrival_time,
+                    tenant=info.key_name or body.user or "",
+                    cache_salt=body.cache_salt or "",
+                )
+                stream = RequestStream(
+                    self.tokenizer,
+                    prompt_token_ids=ids,
+                    stop=stops,
+                    include_stop_str_in_output=body.include_stop_str_in_output,
+                    min_tokens=body.min_tokens,
+                    skip_special_tokens=body.skip_special_tokens,
+                    spaces_between_special_tokens=body.spaces_between_special_tokens,
+                    eos_token_ids=limits.eos_token_ids,
+                )
+                sequences.append(Sequence(len(sequences), add, stream))
+        info.call = Call(
+            id=prefix + (body.request_id or info.request_id),
+            model=self.names[0],
+            created=int(time.time()),
+            sequences=sequences,
+            n=body.n,
+            stream=body.stream,
+            include_usage=bool(options and options.include_usage),
+            continuous_usage=bool(options and options.continuous_usage_stats),
+            return_token_ids=body.return_token_ids,
+        )
+        return info.call
+
+    # Running
+
+    async def respond(self, request: Request, call: Call, view: View) -> Response:
+        """Admit and run. Raises RequestError, ClientGone; once a stream has begun, errors go into the stream."""
+        num_prompt_tokens = sum(sequence.stream.num_prompt_tokens for sequence in call.sequences[:: call.n])
+        permit = self.admission.admit(len(call.sequences), num_prompt_tokens)
+        if call.stream:
+            return EventStream(
+                lambda write: self._stream(call, view, write),
+                keepalive_interval=self.config.server.keepalive_interval,
+                on_close=permit.release,
+                headers={},
+            )
+        try:
+            results = await unless_gone(request.receive, self._collect(call))
+        finally:
+            permit.release()
+        if self.config.server.timing_headers:
+            RequestInfo.of(request).headers.update(_timing_headers(call))
+        return json_response(view.response(results, call.usage()))
+
+    async def _stream(self, call: Call, view: View, write: Write) -> None:
+        async def emit(sequence: Sequence, delta: TextDelta) -> None:
+            if frames := view.chunk(sequence, delta):
+                await write(frames)
+
+        try:
+            await self._run(call, emit)
+        except RequestError as error:  # the status is sent: tell it in-band and close without [DONE]
+            await write(event(error_body(error)))
+        except Exception:
+            logger.exception("request %s failed", call.id)
+            await write(event(error_body(internal_error())))
+        else:
+            await write((view.usage_chunk(call.usage()) if call.include_usage else b"") + DONE)
+
+    async def _collect(self, call: Call) -> list[tuple[Sequence, TextDelta]]:
+        deltas: list[list[TextDelta]] = [[] for _ in call.sequences]
+
+        async def keep(sequence: Sequence, delta: TextDelta) -> None:
+            deltas[sequence.index].append(delta)
+
+        await self._run(call, keep)
+        return [(sequence, _sum(parts)) for sequence, parts in zip(call.sequences, deltas, strict=True)]
+
+    async def _run(self, call: Call, emit: Emit) -> None:
+        """All sequences at once. The first that fails, or a cancellation, ends them all."""
+        if len(call.sequences) == 1:
+            return await self._run_sequence(call.sequences[0], emit)
+        try:
+            async with asyncio.TaskGroup() as group:
+                for sequence in call.sequences:
+                    group.create_task(self._run_sequence(sequence, emit))
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+
+    async def _run_sequence(self, sequence: Sequence, emit: Emit) -> None:
+        """Raises RequestError(500) if the engine cannot finish the sequence."""
+        stream, request = sequence.stream, sequence.request
+        if request.sampling.max_tokens == 0:  # only the prompt is wanted back
+            return await emit(sequence, TextDelta(finish_reason="length"))
+        last_time: float | None = None
+        final = TextDelta(finish_reason="abort")  # what the metrics say if the client leaves
+        try:
+            # Closing the generator, for whatever reason, is what aborts the request in the engine.
+            deltas = cast("AsyncGenerator[TokenDelta, None]", self.client.generate(request))
+            try:
+                async for raw in deltas:
+                    now = self.clock()
+                    delta = stream.feed(raw, now)
+                    if raw.token_ids:
+                        if last_time is None:
+                            self.metrics.first_token(now - request.arrival_time, stream.num_prompt_tokens)
+                        else:
+                            self.metrics.inter_token(now - last_time, len(raw.token_ids))
+                        last_time = now
+                    if delta.finish_reason is not None:
+                        final = delta
+                        break
+                    await emit(sequence, delta)
+                else:
+                    raise EngineDeadError("the engine ended a request without a reason")
+            finally:
+                await deltas.aclose()
+            if final.finish_reason == "error":
+                raise RequestError(
+                    f"Generation failed: {final.error}", status=500, type="server_error", code="generation_failed"
+                )
+            await emit(sequence, final)
+        except EngineDeadError:
+            final = TextDelta(finish_reason="error")
+            raise RequestError(
+                "The engine ended while this request was running. It is safe to send it again.",
+                status=500,
+                type="server_error",
+                code="engine_dead",
+            ) from None
+        finally:
+            self.metrics.request_finished(stream, request.arrival_time, final.finish_reason or "abort")
+
+
+async def read_body(request: Request, limit: int) -> bytes:
+    """Raises RequestError(413) as soon as more than ``limit`` bytes were announced or have come."""
+    length = request.headers.get("content-length", "")
+    if length.isdecimal() and int(length) > limit:
+        raise _too_large(limit)
+    chunks: list[bytes] = []
+    size = 0
+    async for chunk in request.stream():
+        size += len(chunk)
+        if size > limit:
+            raise _too_large(limit)
+        chunks.append(chunk)
+    return b"".join(chunks)
+
+
+def _too_large(limit: int) -> RequestError:
+    return RequestError(
+        f"The request body is larger than {limit} bytes.",
+        status=413,
+        code="request_too_large",
+        headers={"Connection": "close"},  # the rest of the body is not read
+    )
+
+
+def _sum(parts: list[TextDelta]) -> TextDelta:
+    last = parts[-1]
+    return TextDelta(
+        text="".join(part.text for part in parts),
+        token_ids=[token for part in parts for token in part.token_ids],
+        logprobs=[entry for part in parts for entry in part.logprobs or ()],
+        finish_reason=last.finish_reason,
+        stop_reason=last.stop_reason,
+        token_texts=[text for part in parts for text in part.token_texts],
+    )
+
+
+def _timing_headers(call: Call) -> dict[str, str]:
+    """Seconds until the first sequence was scheduled, until its first token, and until the last token of all."""
+    stream, arrival = call.sequences[0].stream, call.sequences[0].request.arrival_time
+    scheduled, first = stream.first_scheduled, stream.first_token_time
+    if scheduled is None or first is None:
+        return {}
+    last = max(sequence.stream.last_token_time or first for sequence in call.sequences)
+    spans = {"Queue": scheduled - arrival, "Prefill": first - scheduled, "Decode": last - first}
+    return {f"X-Ropeway-{name}-Seconds": f"{seconds:.6f}" for name, seconds in spans.items()}
