@@ -137,7 +137,8 @@ def _as_rows(kv_layer: Tensor, width: int) -> Tensor:
     """The layer's memory, from its first block to its last, as ``[rows, width]``. Rows between its blocks belong to
     other layers and are never indexed. One gather on this view fetches [tiles, heads, blocks] in the order wanted."""
     num_blocks, block_elements, stride = kv_layer.shape[0], kv_layer[0].numel(), kv_layer.stride(0)
-    assert stride % width == 0 and kv_layer[0].is_contiguous(), "each block of a layer must be contiguous"
+    assert kv_layer[0].is_contiguous(), "each block of a layer must be contiguous"
+    assert stride % width == 0, "blocks must lie a whole number of rows apart"
     return kv_layer.as_strided((((num_blocks - 1) * stride + block_elements) // width, width), (width, 1))
 
 
