@@ -56,7 +56,7 @@ class LocalExecutor:
         device = make_device(config.device.device)
         device.set_threads(config.device.num_threads)
         with _phase(seconds, "load"):
-            model_config = parse_config(_read_config(self._folder))
+            model_config = parse_config(_read_config(self._folder), max(0, config.model.max_model_len))
             max_model_len = memory.resolve_max_model_len(
                 config.model.max_model_len, model_config.max_position_embeddings
             )
