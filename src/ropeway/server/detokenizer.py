@@ -74,39 +74,41 @@ class WindowDetokenizer:
         self._hidden = tokenizer.special_ids if skip_special_tokens else frozenset()
         self._skip = skip_special_tokens
         context = next((id for id in reversed(prompt_token_ids) if self._is_context(id)), None)
-        self._window: list[int] = [] if context is None else [context]
-        self._shown = self._decode()  # the part of the window's text that was given out
-        self._pending = 0  # tokens at the window's end that were not
+        self._window: list[int] = [] if context is None else [context]  # one token of context, then the pending ones
+        self._shown = "" if context is None else tokenizer.first_text(context)  # the context's text
+        self._pending = 0
 
     def push(self, token_id: int) -> str:
-        if token_id in self._hidden or not self._tokenizer.is_known(token_id):
+        tokenizer = self._tokenizer
+        if token_id in self._hidden or not tokenizer.is_known(token_id):
             return ""
+        is_byte = token_id in tokenizer.byte_token_ids
+        if tokenizer.is_piecewise and self._window and not self._pending and not is_byte:
+            return tokenizer.token_text(token_id)  # the same, quicker; and any context is as good as another
         self._window.append(token_id)
         self._pending += 1
-        if token_id in self._tokenizer.byte_token_ids:
+        if is_byte:
             return ""
-        text = self._decode()
+        text = tokenizer.raw_decode(self._window, self._skip)
         if text.endswith(REPLACEMENT) and self._pending < 8:  # maybe the beginning of a character
             return ""
         piece = text[len(self._shown) :]
         self._window = [token_id]
-        self._shown = self._decode()
+        self._shown = tokenizer.first_text(token_id)
         self._pending = 0
         return piece
 
     def flush(self) -> str:
-        text = self._decode() if self._pending else self._shown
-        piece = text[len(self._shown) :]
-        self._shown = text
+        if not self._pending:
+            return ""
+        piece = self._tokenizer.raw_decode(self._window, self._skip)[len(self._shown) :]
+        self._window = []
         self._pending = 0
         return piece
 
     def _is_context(self, id: int) -> bool:
         tokenizer = self._tokenizer
         return id not in self._hidden and id not in tokenizer.byte_token_ids and tokenizer.is_known(id)
-
-    def _decode(self) -> str:
-        return self._tokenizer.raw_decode(self._window, self._skip)
 
 
 class CleaningDetokenizer:

@@ -19,10 +19,12 @@ from ropeway.errors import ConfigError, RequestError
 from ropeway.server.chat_template import ChatTemplate
 
 T = TypeVar("T")
+V = TypeVar("V", bytes, str)
 Json = dict[str, Any]
 
 INLINE_CHARS = 2048  # a hop to a thread and back costs about as much as encoding this much text
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+PIECEWISE = frozenset({"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"})
 CLEAN_UP_RULES = (
     (" .", "."), (" ?", "?"), (" !", "!"), (" ,", ","), (" ' ", "'"), (" n't", "n't"), (" 'm", "'m"), (" 's", "'s"),
     (" 've", "'ve"), (" 're", "'re"),
@@ -38,6 +40,7 @@ class Tokenizer:
     bos_token_id: int | None
     is_byte_level: bool  # every token is a run of raw bytes, so text is their concatenation decoded as UTF-8
     byte_token_ids: frozenset[int]  # `<0xE2>` and the like, which stand for one byte each
+    is_piecewise: bool  # after the first one, a token that is not a byte has the same text wherever it stands
     cleans_up_spaces: bool  # the model asks that " ." be written "." and so on, after decoding
 
     def __init__(self, backend: tokenizers.Tokenizer, settings: Json, eos: Sequence[Any], template: ChatTemplate):
@@ -59,12 +62,16 @@ class Tokenizer:
             type(backend.model).__name__ != "BPE"
             or bool(settings.get("clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output", False))
         )
-        kinds = _decoder_kinds(backend)
+        steps = _decoder_steps(backend)
+        kinds = [step["type"] for step in steps]
         self.is_byte_level = kinds == ["ByteLevel"]
+        self.is_piecewise = PIECEWISE.issuperset(kinds) and not any(step.get("stop") for step in steps)
         self.byte_token_ids = frozenset(
             id for token, id in vocab.items() if "ByteFallback" in kinds and _fallback_byte(token) is not None
         )
-        self._bytes = _TokenBytes(self._find_bytes)
+        self._holes = frozenset(range(self.vocab_size)).difference(vocab.values())
+        self._bytes: _Table[bytes] = _Table(self._find_bytes)
+        self._first_texts: _Table[str] = _Table(lambda token_id: self.raw_decode([token_id], False))
 
     @classmethod
     def load(cls, folder: Path, chat_template: str = "", *, model_folder: Path | None = None) -> Tokenizer:
@@ -130,7 +137,11 @@ class Tokenizer:
 
     def is_known(self, token_id: int) -> bool:
         """Whether the id has a vocabulary entry; decoding leaves others out."""
-        return 0 <= token_id < self.vocab_size and self._backend.id_to_token(token_id) is not None
+        return 0 <= token_id < self.vocab_size and token_id not in self._holes
+
+    def first_text(self, token_id: int) -> str:
+        """The token's text where it is the first: raw_decode of it alone, special or not."""
+        return self._first_texts[token_id]
 
     # Chat
 
@@ -196,7 +207,7 @@ class Tokenizer:
         self._pool.shutdown()
 
     def _find_bytes(self, token_id: int) -> bytes:
-        token = self._backend.id_to_token(token_id) if 0 <= token_id < self.vocab_size else None
+        token = self._backend.id_to_token(token_id) if self.is_known(token_id) else None
         if token is None:
             return b""
         if self.is_byte_level:
@@ -212,14 +223,14 @@ class Tokenizer:
         return str(decoder.decode(["a", token])).removeprefix("a").encode()  # not the first: that loses its space
 
 
-class _TokenBytes(dict[int, bytes]):
-    """Bytes by token id, found on first use; reading a known one is a plain dict access."""
+class _Table(dict[int, V]):
+    """Values by token id, found on first use; reading a known one is a plain dict access."""
 
-    def __init__(self, find: Callable[[int], bytes]):
+    def __init__(self, find: Callable[[int], V]):
         super().__init__()
-        self._find = find
+        self._find: Callable[[int], V] = find
 
-    def __missing__(self, token_id: int) -> bytes:
+    def __missing__(self, token_id: int) -> V:
         found = self._find(token_id)
         if found:  # so that ids without an entry cannot fill the memory
             self[token_id] = found
@@ -243,12 +254,11 @@ def _internal_letters() -> dict[str, int]:
 BYTE_OF_LETTER = _internal_letters()
 
 
-def _decoder_kinds(backend: tokenizers.Tokenizer) -> list[str]:
-    """Types of the decoder's steps, in order."""
+def _decoder_steps(backend: tokenizers.Tokenizer) -> list[Json]:
     if backend.decoder is None:
         return []
     state = json.loads(backend.decoder.__getstate__())
-    return [step["type"] for step in state.get("decoders", [state])]
+    return list(state.get("decoders", [state]))
 
 
 def _fallback_byte(token: str) -> int | None:
