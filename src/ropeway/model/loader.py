@@ -29,7 +29,7 @@ from ropeway.model.registry import DecoderConfig
 logger = logging.getLogger(__name__)
 
 _INDEX = "model.safetensors.index.json"
-_DUMMY_POOL = (1 << 20) - 3  # odd, so that rows of a weight do not repeat
+_DUMMY_POOL = 65521  # a prime: no width divides it, so rows of a weight do not repeat
 _VISION = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
 
 
@@ -153,7 +153,7 @@ def _dummy_tensors(slots: Slots, seed: int, *, zero_norms: bool) -> Iterator[tup
             tensor = torch.full(slot.shape, 1.0 if is_norm and not zero_norms else 0.0)
         else:
             rows, columns = slot.shape
-            start = zlib.crc32(name.encode()) % _DUMMY_POOL
-            repeats = -(-(start + rows * columns) // _DUMMY_POOL)
-            tensor = pool.repeat(repeats)[start : start + rows * columns].view(rows, columns) * columns**-0.5
+            start, count = zlib.crc32(name.encode()) % _DUMMY_POOL, rows * columns
+            scaled = pool * columns**-0.5
+            tensor = scaled.repeat(-(-(start + count) // _DUMMY_POOL))[start : start + count].view(rows, columns)
         yield name, tensor

@@ -1,0 +1,26 @@
+"""The demo model's real weights against Hugging Face, in float32."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+
+from ropeway.hub import resolve_model
+from tiny_models import load, paged_answers, reference_answer
+
+PROMPTS = ["The capital of France is", "def fibonacci(n):\n    ", "<|im_start|>user\nWhat is 2 + 2?<|im_end|>\n"]
+STEPS = 24
+
+
+@pytest.mark.real_model
+def test_demo_model_equals_reference() -> None:
+    folder = resolve_model("")
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    prompts = [tokenizer(text)["input_ids"] for text in PROMPTS]
+    ours = paged_answers(load(folder), prompts, STEPS, block_size=16, chunk=8)
+    for prompt, mine in zip(prompts, ours, strict=True):
+        theirs = reference_answer(model, prompt, STEPS)
+        assert mine.tokens == theirs.tokens
+        torch.testing.assert_close(mine.logits, theirs.logits, atol=1e-4, rtol=1e-5)  # 30 layers, logits of 30
