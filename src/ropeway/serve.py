@@ -15,6 +15,7 @@ import functools
 import importlib
 import logging
 import os
+import resource
 import signal
 import socket
 import ssl
@@ -46,6 +47,7 @@ logger = logging.getLogger("ropeway")
 T = TypeVar("T")
 
 BACKLOG = 2048
+MAX_DESCRIPTORS = 65536
 KEEP_ALIVE_SECONDS = 75  # longer than balancers keep idle connections: they close first and never meet a reset
 LAST_WORDS_SECONDS = 5  # for aborted streams to send their end
 
@@ -55,6 +57,7 @@ def serve(config: Config) -> int:
     start."""
     began = time.monotonic()
     logging.basicConfig(level=config.server.log_level.upper(), format=LOG_FORMAT)
+    _allow_many_connections()
     with listening(config.server) as listener:
         import uvloop
 
@@ -95,7 +98,11 @@ class _Replica:
             await asyncio.wait((loading, stopping), return_when=asyncio.FIRST_COMPLETED)
             if loading.done():
                 await loading
-                await stopping
+                assert self._http_task is not None
+                await asyncio.wait((self._http_task, stopping), return_when=asyncio.FIRST_COMPLETED)
+                if self._http_task.done():  # it never ends by itself, except by a fault
+                    await self._http_task
+                    return 1
                 await self._drain()
             return 0  # also when it was told to leave while it was loading: there was nothing to drain
         finally:
@@ -275,6 +282,14 @@ def _remove_stale_socket(path: Path) -> None:
                 probe.connect(str(path))
             except ConnectionRefusedError:
                 path.unlink()
+
+
+def _allow_many_connections() -> None:
+    """Each stream is a descriptor, and the usual soft limit is 1,024. The hard limit is the administrator's."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY:
+        wanted = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
 
 
 def url_of(config: ServerConfig, listener: socket.socket) -> str:

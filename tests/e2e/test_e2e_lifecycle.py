@@ -90,7 +90,7 @@ def test_killed_engine_fails_its_streams_and_is_replaced(own_server: Server) -> 
 
 def test_sigterm_lets_a_running_stream_finish(own_server: Server) -> None:
     server = own_server
-    stream = long_stream(server, 1500)
+    stream = long_stream(server, 600)
     engine = server.engine()
     server.signal(signal.SIGTERM)
     wait_until(lambda: server.get("/health")[0] != 200, "/health says 503")

@@ -118,10 +118,11 @@ def run_engine(conn: Connection, config: Config, executor_factory: ExecutorFacto
     clean = serve_core(config, executor_factory, inbox, lambda message: outbox.put(pickle.dumps(message, protocol=5)))
     outbox.put(None)
     writer.join(EXIT_FLUSH_SECONDS)
-    if not clean:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1)  # a crashed device may hang in the interpreter's own tidying up
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # The core is closed. The interpreter's own tidying up takes half a second with torch, and may hang on a crashed
+    # device.
+    os._exit(0 if clean else 1)
 
 
 def _receive(conn: Connection, inbox: Inbox) -> None:
