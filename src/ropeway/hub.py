@@ -261,9 +261,7 @@ def _hub_folder(model: str, revision: str, download_dir: str) -> Path:
                 f"{model} is not a local path, was not downloaded before, and the hub cannot be reached "
                 f"({unreachable}); {advice}"
             ) from error
-        raise ConfigError(
-            f"downloading {model} failed ({_first_line(error)}); try again, or {advice}"
-        ) from error
+        raise ConfigError(f"downloading {model} failed ({_first_line(error)}); try again, or {advice}") from error
     for needed in ("config.json", "*.safetensors"):
         if not any(folder.glob(needed)):
             raise ConfigError(f"{model} on the hub has no {needed}, so it cannot be served; {advice}")
