@@ -15,9 +15,9 @@ from typing import Any
 
 import httpx
 import uvicorn
-from fakes import FakeEngineClient, Script
 from small_tokenizers import write_folder
 
+from fakes import FakeEngineClient, Script
 from ropeway.config import build_config
 from ropeway.metrics import Metrics
 from ropeway.protocol import AddRequest, EngineReady
@@ -102,9 +102,9 @@ class House:
         )
         self.lifecycle = self.app.state.lifecycle
 
-    def http(self, **headers: str) -> httpx.AsyncClient:
+    def http(self, root_path: str = "", **headers: str) -> httpx.AsyncClient:
         """In-process requests: no sockets. Bodies come whole, so use serving() for streams that are watched."""
-        transport = httpx.ASGITransport(self.app, raise_app_exceptions=True)
+        transport = httpx.ASGITransport(self.app, root_path=root_path)
         return httpx.AsyncClient(transport=transport, base_url="http://test", headers=headers)
 
     @contextlib.asynccontextmanager

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from fakes import Script
 from http_harness import EOS, HI, MAX_MODEL_LEN, TEXT, House, chat_tokenizer, events, ids, in_loop, says, stream_text
 
+from fakes import Script
 from ropeway.protocol import TokenLogprobs
 
 URL = "/v1/chat/completions"

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from fakes import Script
 from http_harness import (
     EOS,
     HI,
@@ -21,6 +20,7 @@ from http_harness import (
     stream_text,
 )
 
+from fakes import Script
 from ropeway.protocol import TokenLogprobs
 
 URL = "/v1/completions"

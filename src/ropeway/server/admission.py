@@ -52,7 +52,8 @@ class Admission:
         self._lifecycle = lifecycle
         self._health = health
         self._clock = clock
-        self._finish_times: deque[float] = deque(maxlen=256)  # one per finished sequence
+        self._finish_times: deque[float] = deque(maxlen=256)  # one per sequence finished since _busy_since
+        self._busy_since = 0.0
         self.num_sequences = 0
         self.num_prompt_tokens = 0
 
@@ -91,6 +92,9 @@ class Admission:
             )
         if self.num_prompt_tokens + num_prompt_tokens > self._max_tokens:
             raise self._overloaded(f"{self.num_prompt_tokens} prompt tokens are in flight already.", "token_queue_full")
+        if self.num_sequences == 0:  # idle time says nothing about the rate
+            self._busy_since = self._clock()
+            self._finish_times.clear()
         self.num_sequences += num_sequences
         self.num_prompt_tokens += num_prompt_tokens
         self._lifecycle.enter()
@@ -108,7 +112,9 @@ class Admission:
         Not until the first gap: all refused clients would come back for the same one.
         """
         times = self._finish_times
-        if len(times) < 2 or (elapsed := self._clock() - times[0]) <= 0:
+        began = times[0] if len(times) == times.maxlen else self._busy_since
+        elapsed = self._clock() - began
+        if not times or elapsed <= 0:
             return UNKNOWN_WAIT
         rate = len(times) / elapsed  # sequences per second
         return min(LONGEST_WAIT, max(1, math.ceil(0.1 * self.num_sequences / rate)))

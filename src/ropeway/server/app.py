@@ -85,7 +85,6 @@ def create_app(
     app = FastAPI(
         title="Ropeway",
         version=version("ropeway"),
-        root_path=config.server.root_path,
         redirect_slashes=False,  # a redirected POST loses its body with many clients
     )
     app.state.service = service
