@@ -253,6 +253,22 @@ def _needed(tokenizer: Tokenizer, stop: str) -> int:
     raise AssertionError
 
 
+@pytest.mark.real_model
+def test_reported_cases_with_the_demo_model() -> None:
+    from ropeway.hub import resolve_model
+
+    tokenizer = _load(resolve_model(""))
+    brown, repo_name = 6354, 3
+    for stop, text in (("brown brown brown", " "), ("own brown b", " br")):
+        found = play(tokenizer, [brown] * 20, stop=[stop])
+        assert found == Result(text, "stop", stop, 3)
+    assert play(tokenizer, [brown] * 2, stop=["brown brown"]) == Result(" ", "stop", "brown brown", 2)
+    assert play(tokenizer, [brown] * 3, stop=["brown brown brown brown zebra"]).text == " brown brown brown"
+    assert play(tokenizer, [repo_name] * 30, stop=["<repo_name>"]) == Result("", "stop", "<repo_name>", 1)
+    assert play(tokenizer, [2] * 30, stop=["<|im_end|>"]) == Result("", "stop", "<|im_end|>", 1)
+    assert play(tokenizer, [10813] * 3).text == "\ufffd" * 3
+
+
 def test_stop_string_that_is_a_special_token() -> None:
     tokenizer = small_tokenizer("byte_level")
     end = tokenizer.token_id("<|im_end|>")

@@ -26,7 +26,7 @@ Json = dict[str, Any]
 MAX_RENDERED_CHARS = 64 * 2**20
 # Put after the final message's content to find, in the rendered text, where it ends. The space at its end tells whether
 # the template trims contents.
-END_MARK = "\ue0fe\ue0ffend-of-final-message\ue0ff\ue0fe "
+END_MARK = "ROPEWAY_END_OF_FINAL_MESSAGE "
 RESERVED = frozenset(
     {"messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize"}
 )
