@@ -12,6 +12,8 @@ import pytest
 import torch
 from transformers.models.gemma3 import modeling_gemma3
 
+from ropeway.model.loader import load_model
+from ropeway.model.parallel import SINGLE
 from tiny_models import edit_config, load, paged_answers, random_prompts, reference_answer, save_checkpoint, tiny
 
 LLAMA3 = {
@@ -169,11 +171,8 @@ def test_a_wrong_flag_is_noticed(fault: str, tmp_path: Path) -> None:
     decoder = load(tmp_path)
     prompts = random_prompts(30)
     right = paged_answers(decoder, prompts, 1)[0].logits
-    from ropeway.model import loader
-    from ropeway.model.parallel import SINGLE
-
     config = dataclasses.replace(decoder.config, **WRONG[fault](decoder.config))
-    other = loader.load_model(
+    other = load_model(
         tmp_path, config, dtype=torch.float32, device=torch.device("cpu"), load_format="auto", seed=0, group=SINGLE
     )
     assert (paged_answers(other, prompts, 1)[0].logits - right).abs().max() > 1e-2

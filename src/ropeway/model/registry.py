@@ -283,7 +283,7 @@ def _layer_types(reader: _Reader, num_layers: int, default: Callable[[int], bool
     return tuple(kind == "sliding_attention" for kind in kinds)
 
 
-def _windows(reader: _Reader, sliding: tuple[bool, ...], window: int | None) -> dict[str, Any]:
+def _windows(sliding: tuple[bool, ...], window: int | None) -> dict[str, Any]:
     if any(sliding) and window is None:
         raise ConfigError("config.json: 'layer_types' has sliding_attention, but no 'sliding_window' is in force")
     return {"sliding_windows": tuple(window if is_sliding else None for is_sliding in sliding)}
@@ -299,7 +299,7 @@ def _uniform_windows(reader: _Reader, num_layers: int) -> dict[str, Any]:
     sliding = _layer_types(reader, num_layers, lambda index: window is not None)
     if sliding != (window is not None,) * num_layers:
         raise ConfigError(f"config.json: 'layer_types' contradicts 'sliding_window' {window} of {reader.architecture}")
-    return _windows(reader, sliding, window)
+    return _windows(sliding, window)
 
 
 def _qwen_windows(reader: _Reader, num_layers: int) -> dict[str, Any]:
@@ -311,7 +311,7 @@ def _qwen_windows(reader: _Reader, num_layers: int) -> dict[str, Any]:
     if isinstance(first, bool) or not isinstance(first, int) or first < 0:
         raise ConfigError(f"config.json: 'max_window_layers' is {first!r}; it must be a whole number")
     sliding = _layer_types(reader, num_layers, lambda index: window is not None and index >= first)
-    return _windows(reader, sliding, window)
+    return _windows(sliding, window)
 
 
 def _llama(reader: _Reader, max_model_len: int) -> DecoderConfig:
@@ -369,7 +369,7 @@ def _gemma3(reader: _Reader, max_model_len: int) -> DecoderConfig:
     if isinstance(pattern, bool) or not isinstance(pattern, int) or pattern < 1:
         raise ConfigError(f"config.json: 'sliding_window_pattern' is {pattern!r}; it must be a positive whole number")
     sliding = _layer_types(reader, num_layers, lambda index: (index + 1) % pattern != 0)
-    fields |= _windows(reader, sliding, _window(reader))
+    fields |= _windows(sliding, _window(reader))
 
     # Global layers have rope_theta and any scaling, local ones rope_local_base_freq; or both in rope_parameters.
     tables = reader.table("rope_parameters")
