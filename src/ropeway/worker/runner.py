@@ -10,9 +10,11 @@ sampled token from the device, and because plans change the rows only here, in o
 
 from __future__ import annotations
 
+import math
 import time
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -50,8 +52,12 @@ def allocate_kv_cache(
 ) -> Tensor:
     """Zeros ``[num_blocks, num_layers, *one block of one layer]``: a block is contiguous over all layers, so that it can
     be copied or moved to another memory as one piece."""
-    shape = backend.kv_shape(num_blocks, block_size, num_kv_heads, head_dim)
-    return torch.zeros((num_blocks, num_layers, *shape[1:]), dtype=dtype, device=device)
+    shape = (num_blocks, num_layers, *backend.kv_shape(num_blocks, block_size, num_kv_heads, head_dim)[1:])
+    if device.type == "cpu":
+        # numpy's zeros are untouched pages: gigabytes take no time, and memory is used as blocks are.
+        size = math.prod(shape) * dtype.itemsize
+        return torch.from_numpy(np.zeros(size, dtype=np.uint8)).view(dtype).view(shape)
+    return torch.zeros(shape, dtype=dtype, device=device)
 
 
 class ModelRunner:
