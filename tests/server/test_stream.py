@@ -213,12 +213,16 @@ def _load(folder) -> Tokenizer:
 
 
 @QUICK
-@given(st.lists(st.integers(1, 10), max_size=14), st.lists(STOP_WORDS, min_size=1, max_size=3))
-def test_nothing_is_sent_that_a_stop_string_would_take_back(ids: list[int], stop: list[str]) -> None:
+@given(
+    st.lists(st.integers(1, 10), max_size=14),
+    st.lists(STOP_WORDS, min_size=1, max_size=3),
+    st.sampled_from([0, 99]),
+)
+def test_nothing_is_sent_that_a_stop_string_would_take_back(ids: list[int], stop: list[str], min_tokens: int) -> None:
     """After each token, what was sent is a beginning of the answer whatever comes next, and all but a true beginning of
     a stop string was sent."""
     tokenizer = alphabet()
-    stream, deltas = run(tokenizer, ids, None, stop=stop)
+    stream, deltas = run(tokenizer, ids, None, stop=stop, min_tokens=min_tokens)
     if stream.finished:
         return
     sent = "".join(delta.text for delta in deltas)
@@ -226,7 +230,9 @@ def test_nothing_is_sent_that_a_stop_string_would_take_back(ids: list[int], stop
     assert text.startswith(sent)
     held = text[len(sent) :]
     assert held == "" or any(word.startswith(held) and word != held for word in stop)
-    longer = [end for end in range(len(sent)) if any(word.startswith(text[end:]) for word in stop)]
+    longer = [
+        end for end in range(len(sent)) if any(word.startswith(text[end:]) and word != text[end:] for word in stop)
+    ]
     assert longer == []
 
 
@@ -343,9 +349,12 @@ def test_stop_token_of_the_client() -> None:
     stream, deltas = run(tokenizer, [2, 3], FinishReason.STOP, stop_reason=3)
     assert result(stream, deltas) == Result("a", "stop", 3, 2)
     assert [len(delta.logprobs) for delta in deltas] == [1, 0]
-    shown = run(tokenizer, [2, 3], FinishReason.STOP, stop_reason=3, include_stop_str_in_output=True)
+    options = {"stop_reason": 3, "include_stop_str_in_output": True}
+    shown = run(tokenizer, [2, 3], FinishReason.STOP, **options)
     assert result(*shown) == Result("ab", "stop", 3, 2)
     assert [len(delta.logprobs) for delta in shown[1]] == [1, 1]
+    # One that is also the model's own end token stays hidden.
+    assert play(tokenizer, [2, 3], FinishReason.STOP, eos_token_ids=(3,), **options) == Result("a", "stop", 3, 2)
 
 
 def test_a_stop_string_before_the_end_token_wins() -> None:
