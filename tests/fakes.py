@@ -46,12 +46,14 @@ class FakeEngineClient:
         self.heartbeat_age = 0.0
         self._abort_wanted: set[int] = set()
         self._wake: dict[int, asyncio.Event] = {}
+        self._iterators: list[AsyncIterator[TokenDelta]] = []  # kept, so that none is ended by garbage collection
 
     async def start(self) -> EngineReady:
         return self.ready
 
     def generate(self, request: AddRequest) -> AsyncIterator[TokenDelta]:
-        return self._generate(request)
+        self._iterators.append(self._generate(request))
+        return self._iterators[-1]
 
     async def _generate(self, request: AddRequest) -> AsyncIterator[TokenDelta]:
         self._check_alive()

@@ -99,6 +99,7 @@ async def test_text_that_json_must_escape() -> None:
         chunks = events((await http.post(URL, json={"messages": HI, "stream": True})).text)
         whole = (await http.post(URL, json={"messages": HI})).json()
     assert stream_text(chunks) == text == whole["choices"][0]["message"]["content"]
+    assert all(chunk["choices"][0]["delta"].get("content") != "" for chunk in chunks[1:-1])  # half an emoji is no event
 
 
 @in_loop

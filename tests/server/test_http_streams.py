@@ -13,7 +13,7 @@ from http_harness import EOS, HI, TEXT, House, events, ids, in_loop, says, until
 
 from fakes import Script
 from ropeway.protocol import AddRequest
-from ropeway.server.sse import TextFrame, event
+from ropeway.server.sse import KEEP_ALIVE, EventStream, TextFrame, Write, event
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -41,6 +41,33 @@ async def test_comments_while_nothing_comes() -> None:
         assert answer.json()["choices"][0]["message"]["content"] == TEXT
         assert "keep-alive" not in answer.text
     await house.quiet()
+
+
+@in_loop
+async def test_comments_only_after_silence() -> None:
+    interval = 0.05
+    sent: list[tuple[bytes, float]] = []
+    closed = []
+    loop = asyncio.get_running_loop()
+
+    async def produce(write: Write) -> None:
+        for number in range(30):
+            await asyncio.sleep(0.2 if number == 20 else 0.01)
+            await write(b"data: x\n\n")
+
+    async def send(message: Any) -> None:
+        sent.append((message.get("body", b""), loop.time()))
+
+    async def receive() -> Any:
+        await asyncio.Event().wait()
+
+    response = EventStream(produce, keepalive_interval=interval, on_close=lambda: closed.append(1), headers={})
+    await response({"type": "http"}, receive, send)
+    assert closed == [1]
+    comments = [index for index, (body, _) in enumerate(sent) if body == KEEP_ALIVE]
+    assert comments
+    for index in comments:
+        assert sent[index][1] - sent[index - 1][1] >= interval
 
 
 def endless(request: AddRequest) -> Script:
