@@ -93,7 +93,7 @@ async def test_usage_in_streams() -> None:
 
 @in_loop
 async def test_text_that_json_must_escape() -> None:
-    text = 'a "quoted" \\ back\nline\ttab \x01 😀 žluť </script>  end'
+    text = 'a "quoted" \\ back\nline\ttab \x01 😀🚀 žluť </script>  end'
     house = House(says(text))
     async with house.http() as http:
         chunks = events((await http.post(URL, json={"messages": HI, "stream": True})).text)
