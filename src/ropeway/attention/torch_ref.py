@@ -49,6 +49,7 @@ class _Bucket:
     k_index: Tensor  # [num_tiles * num_kv_heads * num_blocks] rows of the cache seen as [rows, block_size * head_dim]
     v_index: Tensor  # same shape
     mask: Tensor | None = None  # see _mask
+    v_slots: Tensor | None = None  # see _v_slots
 
     @property
     def num_tiles(self) -> int:
@@ -113,10 +114,9 @@ class TorchAttention:
         buckets = plan.buckets.get(spec.sliding_window)
         if buckets is None:
             buckets = plan.buckets[spec.sliding_window] = _make_buckets(plan, kv_layer, q, spec.sliding_window)
-        blocks = _as_rows(kv_layer, kv_layer.shape[3] * kv_layer.shape[4])
         out = torch.empty_like(q)
         for bucket in buckets:
-            result = _attend(q, blocks, kv_layer.shape[2], bucket, spec)  # [num_tiles, width, num_heads, head_dim]
+            result = _attend(q, kv_layer, bucket, spec)  # [num_tiles, width, num_heads, head_dim]
             # Padding queries repeat the tile's first one, so whichever is written last, the value is the same.
             out.index_copy_(0, bucket.tokens.flatten(), result.flatten(0, 1).to(out.dtype))
         return out
@@ -209,31 +209,52 @@ def _cut(
     return groups
 
 
-def _attend(q: Tensor, blocks: Tensor, num_kv_heads: int, bucket: _Bucket, spec: AttentionSpec) -> Tensor:
+def _attend(q: Tensor, kv_layer: Tensor, bucket: _Bucket, spec: AttentionSpec) -> Tensor:
     """One bucket; returns ``[num_tiles, width, num_heads, head_dim]`` float32.
 
     Query heads that share a KV head are folded beside the queries, so K and V are never repeated.
     """
     num_tiles, width, kv_len = bucket.num_tiles, bucket.width, bucket.kv_len
     num_heads, head_dim = q.shape[1:]
+    num_kv_heads, block_size = kv_layer.shape[2:4]
     group, batch = num_heads // num_kv_heads, num_tiles * num_kv_heads
-    k = blocks.index_select(0, bucket.k_index).view(batch, kv_len, head_dim).float()
-    v = blocks.index_select(0, bucket.v_index).view(batch, kv_len, head_dim).float()
+    blocks = _as_rows(kv_layer, block_size * head_dim)
+
+    def gather(index: Tensor) -> Tensor:
+        return blocks.index_select(0, index).view(batch, kv_len, head_dim).float()
+
+    k = gather(bucket.k_index)
     queries = q.index_select(0, bucket.tokens.flatten()).float()
     queries = queries.view(num_tiles, width, num_kv_heads, group, head_dim).permute(0, 2, 3, 1, 4)
     queries = queries.reshape(batch, group, width, head_dim)
     mask = _mask(bucket, num_kv_heads, spec.sliding_window)  # [batch, 1, width, kv_len]
     if width > 1 and spec.soft_cap is None:
-        k, v = (x[:, None].expand(batch, group, kv_len, head_dim) for x in (k, v))
+        k, v = (x[:, None].expand(batch, group, kv_len, head_dim) for x in (k, gather(bucket.v_index)))
         out = F.scaled_dot_product_attention(queries, k, v, attn_mask=mask, scale=spec.scale)
     else:
         scores = torch.bmm(queries.flatten(1, 2), k.transpose(1, 2)).view(batch, group, width, kv_len).mul_(spec.scale)
         if spec.soft_cap is not None:
             scores.div_(spec.soft_cap).tanh_().mul_(spec.soft_cap)
         weights = scores.add_(mask).softmax(-1)
-        out = torch.bmm(weights.view(batch, group * width, kv_len), v)
+        if width == 1 and kv_layer.dtype == torch.float32 and not kv_layer.is_cuda:
+            # One query per head: summing V where it lies is cheaper than gathering it first.
+            slots = _v_slots(bucket, num_kv_heads, group, block_size)
+            out = F.embedding_bag(
+                slots, _as_rows(kv_layer, head_dim), mode="sum", per_sample_weights=weights.view(-1, kv_len)
+            )
+        else:
+            out = torch.bmm(weights.view(batch, group * width, kv_len), gather(bucket.v_index))
     out = out.view(num_tiles, num_kv_heads, group, width, head_dim).permute(0, 3, 1, 2, 4)
     return out.reshape(num_tiles, width, num_heads, head_dim)
+
+
+def _v_slots(bucket: _Bucket, num_kv_heads: int, group: int, block_size: int) -> Tensor:
+    """``[num_tiles * num_heads, kv_len]`` rows of the cache seen as [rows, head_dim]: each query head's V entries."""
+    if bucket.v_slots is None:
+        offsets = torch.arange(block_size, device=bucket.v_index.device)
+        slots = (bucket.v_index[:, None] * block_size + offsets).view(-1, 1, bucket.kv_len)
+        bucket.v_slots = slots.expand(-1, group, -1).reshape(-1, bucket.kv_len)
+    return bucket.v_slots
 
 
 def _mask(bucket: _Bucket, num_kv_heads: int, window: int | None) -> Tensor:

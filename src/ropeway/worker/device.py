@@ -6,6 +6,7 @@ requests, plans. Called by: worker.executor (picks one), worker.batch (stages ar
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
 from collections.abc import Mapping
@@ -32,8 +33,8 @@ class Device(Protocol):
     torch_device: torch.device
     supports_overlap: bool  # it computes by itself, so planning the next step meanwhile costs it nothing
 
-    def set_threads(self, num_threads: int) -> None:
-        """Host threads for the model; 0 chooses."""
+    def prepare(self, num_threads: int) -> None:
+        """Once, before there are tensors. num_threads: host threads for the model; 0 chooses."""
         ...
 
     def computes_natively(self, dtype: torch.dtype) -> bool: ...
@@ -75,8 +76,9 @@ class CpuDevice:
     def __init__(self) -> None:
         self.torch_device = torch.device("cpu")
 
-    def set_threads(self, num_threads: int) -> None:
+    def prepare(self, num_threads: int) -> None:
         torch.set_num_threads(num_threads or usable_cores())
+        _keep_freed_memory()
 
     def computes_natively(self, dtype: torch.dtype) -> bool:
         if dtype == torch.float32:
@@ -104,7 +106,7 @@ class CudaDevice:
         self.torch_device = torch.device("cuda", index)
         torch.cuda.set_device(self.torch_device)
 
-    def set_threads(self, num_threads: int) -> None:
+    def prepare(self, num_threads: int) -> None:
         if num_threads:
             torch.set_num_threads(num_threads)
 
@@ -133,6 +135,18 @@ class CudaDevice:
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.torch_device)
+
+
+def _keep_freed_memory() -> None:
+    """A step allocates and frees the same few megabytes again and again. By default glibc hands such blocks back to the
+    kernel, and every page of the next one is a fault. Where the C library has no mallopt there is nothing to mend."""
+    trim_threshold, mmap_threshold = -1, -3  # names of malloc.h
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError):
+        return
+    mallopt(mmap_threshold, 32 * 2**20)  # the largest that it accepts
+    mallopt(trim_threshold, 512 * 2**20)
 
 
 # --- what this process may use ----------------------------------------------------------------------------------------

@@ -54,7 +54,7 @@ class LocalExecutor:
         if config.parallel.tensor_parallel_size != 1:
             raise ConfigError("--tensor-parallel-size: more than one device is not supported yet")
         device = make_device(config.device.device)
-        device.set_threads(config.device.num_threads)
+        device.prepare(config.device.num_threads)
         with _phase(seconds, "load"):
             model_config = parse_config(_read_config(self._folder), max(0, config.model.max_model_len))
             max_model_len = memory.resolve_max_model_len(
