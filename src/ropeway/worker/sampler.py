@@ -71,16 +71,18 @@ def sample(logits: Tensor, inputs: SamplingInputs) -> Sampled:
     processed = _process(logits, inputs)
     best, token_ids = processed.max(dim=-1)  # NaN if the row has one
     failed = ~torch.isfinite(best)
+    any_failed = bool(failed.any())
     if inputs.random_rows is not None and inputs.temperature is not None:
         rows = inputs.random_rows
-        # A row in error gets harmless logits, so that nothing below can meet a NaN.
-        scores = processed.index_select(0, rows).masked_fill_(failed[rows, None], 0.0)
-        peak = best[rows].masked_fill_(failed[rows], 0.0)
+        scores, peak = processed.index_select(0, rows), best[rows]
+        if any_failed:  # such a row gets harmless logits, so that nothing below can meet a NaN
+            scores.masked_fill_(failed[rows, None], 0.0)
+            peak.masked_fill_(failed[rows], 0.0)
         # Shifted before it is scaled: the best stays at exactly 0 whatever the temperature.
         scores.sub_(peak[:, None]).div_(inputs.temperature)
         token_ids[rows] = _sample_random(scores, inputs)
     errors: dict[int, str] = {}
-    if failed.any():
+    if any_failed:
         token_ids.masked_fill_(failed, 0)
         for row in failed.nonzero().flatten().tolist():
             raw_is_sound = bool(torch.isfinite(logits[row].max()))
