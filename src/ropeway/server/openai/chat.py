@@ -203,6 +203,3 @@ class ChatView:
         if self._call.return_token_ids:
             value["prompt_token_ids"] = results[0][0].request.prompt_token_ids
         return value
-
-
-__all__ = ["ChatView", "create_chat_completion", "encode_chat", "template_messages"]
