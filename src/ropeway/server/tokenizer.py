@@ -62,10 +62,9 @@ class Tokenizer:
             type(backend.model).__name__ != "BPE"
             or bool(settings.get("clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output", False))
         )
-        steps = _decoder_steps(backend)
-        kinds = [step["type"] for step in steps]
+        kinds = _decoder_kinds(backend)
         self.is_byte_level = kinds == ["ByteLevel"]
-        self.is_piecewise = PIECEWISE.issuperset(kinds) and not any(step.get("stop") for step in steps)
+        self.is_piecewise = PIECEWISE.issuperset(kinds)
         self.byte_token_ids = frozenset(
             id for token, id in vocab.items() if "ByteFallback" in kinds and _fallback_byte(token) is not None
         )
@@ -254,11 +253,12 @@ def _internal_letters() -> dict[str, int]:
 BYTE_OF_LETTER = _internal_letters()
 
 
-def _decoder_steps(backend: tokenizers.Tokenizer) -> list[Json]:
+def _decoder_kinds(backend: tokenizers.Tokenizer) -> list[str]:
+    """Types of the decoder's steps, in order."""
     if backend.decoder is None:
         return []
     state = json.loads(backend.decoder.__getstate__())
-    return list(state.get("decoders", [state]))
+    return [step["type"] for step in state.get("decoders", [state])]
 
 
 def _fallback_byte(token: str) -> int | None:
