@@ -132,7 +132,19 @@ GEMMA = """\
 {%- endif -%}
 """
 
-TEMPLATES = {"chatml": CHATML, "llama3": LLAMA3, "qwen": QWEN, "mistral": MISTRAL, "gemma": GEMMA}
+PLAIN = """{% for message in messages %}
+    {% if message.role == 'user' %}
+User: {{ message.content }}
+    {% else %}
+  {{ message.role }}: {{ message.content }}
+    {% endif %}
+{% endfor %}
+  {# a comment on its own line #}
+    {% if add_generation_prompt %}assistant:{% endif %}
+
+"""
+
+TEMPLATES = {"chatml": CHATML, "llama3": LLAMA3, "qwen": QWEN, "mistral": MISTRAL, "gemma": GEMMA, "plain": PLAIN}
 TOOLS = [
     {
         "type": "function",
@@ -164,6 +176,8 @@ CHATS: list[list[dict[str, Any]]] = [
     [{"role": "wizard", "content": "abracadabra"}],
     [{"role": "user", "content": [{"type": "text", "text": " one "}, {"type": "text", "text": "two"}]}],
     [{"role": "assistant", "content": "first"}],
+    [{"role": "user", "content": "why?"}, {"role": "assistant", "content": "so", "reasoning": "\nhm\n"}],
+    [{"role": "user", "content": "why?"}, {"role": "assistant", "content": "so", "thinking": "hm"}],
 ]
 
 
@@ -276,6 +290,12 @@ def test_a_template_that_hides_the_final_message(tmp_path: Path) -> None:
     assert pair.check(chat, continue_final_message=True) is None
     with pytest.raises(RequestError, match="does not show the final message"):
         pair.ours.render_chat(chat, add_generation_prompt=False, continue_final_message=True)
+
+
+def test_a_template_that_rewrites_the_final_message(tmp_path: Path) -> None:
+    pair = Pair(tmp_path, "{% for m in messages %}{{ m.content | replace('o', '0') }}{% endfor %}")
+    chat = [CHATS[0][0], {"role": "assistant", "content": "one"}]
+    assert pair.check(chat, continue_final_message=True) is None
 
 
 def test_both_flags_and_no_messages_are_client_errors(pairs: dict[str, Pair]) -> None:
