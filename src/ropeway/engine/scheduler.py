@@ -18,6 +18,16 @@ from ropeway.engine.step import ModelRunnerOutput, NewRow, SchedulerOutput
 from ropeway.protocol import AddRequest, FinishReason, StepOutputs
 
 
+class _InFlight:
+    """What the scheduler remembers of a plan until its result comes."""
+
+    __slots__ = ("fills", "rows")
+
+    def __init__(self) -> None:
+        self.rows: list[Request] = []
+        self.fills: list[tuple[Request, int, int]] = []  # (request, epoch, tokens computed) where a block may be full
+
+
 class Scheduler:
     def __init__(
         self,
@@ -40,7 +50,7 @@ class Scheduler:
         self._max_model_len = max_model_len
         self._max_chunk = long_prefill_token_threshold or max_num_batched_tokens
         self._step_id = 0
-        self._in_flight: dict[int, list[Request]] = {}  # step id -> the plan's rows
+        self._in_flight: dict[int, _InFlight] = {}  # by step id
         self._removed: list[int] = []  # rows that the runner can free with the next plan
         self._unreported: dict[int, Request] = {}  # running, but no output row yet carried its first facts
         self._outputs = StepOutputs()  # what happened since the last message up
@@ -86,21 +96,22 @@ class Scheduler:
         Its tokens count as computed from here on, so that the next plan can be made before this one's result.
         """
         plan = SchedulerOutput(self._step_id)
-        rows: list[Request] = []
-        budget, preempted = self._schedule_running(plan, rows)
+        step = _InFlight()
+        rows = step.rows
+        budget, preempted = self._schedule_running(plan, step)
         if budget > 0 and not preempted and len(self.waiting):
-            budget = self._schedule_waiting(plan, rows, budget)
+            budget = self._schedule_waiting(plan, step, budget)
         if rows:
             plan.request_ids = [request.request_id for request in rows]
             plan.epochs = [request.epoch for request in rows]
             plan.total_tokens = self._max_num_batched_tokens - budget
             plan.removed, self._removed = self._removed, []
             self._num_live_tokens += plan.total_tokens
-            self._in_flight[self._step_id] = rows
+            self._in_flight[self._step_id] = step
             self._step_id += 1
         return plan
 
-    def _schedule_running(self, plan: SchedulerOutput, rows: list[Request]) -> tuple[int, bool]:
+    def _schedule_running(self, plan: SchedulerOutput, step: _InFlight) -> tuple[int, bool]:
         """Give every running request its tokens. Returns the budget left and whether anyone was preempted.
 
         This loop and update()'s are the whole cost of steady decoding, so they are written flat.
@@ -108,10 +119,10 @@ class Scheduler:
         budget = self._max_num_batched_tokens
         preempted = False
         block_size = self.kv.block_size
-        starts, counts, samples = plan.start_positions, plan.num_tokens, plan.samples
+        rows, starts, counts, samples = step.rows, plan.start_positions, plan.num_tokens, plan.samples
         for request in self.running:  # preemption removes only from behind
-            start = request.num_computed_tokens
-            count = request.num_tokens - start
+            start, num_tokens = request.num_computed_tokens, request.num_tokens
+            count = num_tokens - start
             if count != 1:
                 count = min(count, self._max_chunk, budget)
                 if count == 0:  # its last token is in flight, or the budget is spent
@@ -120,22 +131,26 @@ class Scheduler:
             elif budget == 0:
                 continue
             end = start + count
-            if count > -start % block_size:  # more than the last block has room for
-                blocks = self.kv.allocate(request, end)
-                while blocks is None:
-                    preempted = True
-                    victim = self.waiting.victim(self.running[self.running.index(request) :])
-                    self._preempt(victim)
-                    if victim is request:
-                        return budget, preempted
+            room = -start % block_size  # tokens that the last block has room for
+            if count >= room:
+                if count > room:
                     blocks = self.kv.allocate(request, end)
-                plan.new_blocks[request.request_id] = blocks
+                    while blocks is None:
+                        preempted = True
+                        victim = self.waiting.victim(self.running[self.running.index(request) :])
+                        self._preempt(victim)
+                        if victim is request:
+                            return budget, preempted
+                        blocks = self.kv.allocate(request, end)
+                    plan.new_blocks[request.request_id] = blocks
+                if room or count >= block_size:
+                    step.fills.append((request, request.epoch, end))
             rows.append(request)
             starts.append(start)
             counts.append(count)
             budget -= count
             request.num_computed_tokens = end
-            if end == request.num_tokens:
+            if end == num_tokens:
                 samples.append(True)
                 if end + 1 < request.max_num_tokens:  # the KV of a request's last token is never needed
                     request.num_tokens = end + 1
@@ -143,7 +158,7 @@ class Scheduler:
                 samples.append(False)
         return budget, preempted
 
-    def _schedule_waiting(self, plan: SchedulerOutput, rows: list[Request], budget: int) -> int:
+    def _schedule_waiting(self, plan: SchedulerOutput, step: _InFlight, budget: int) -> int:
         """Admit by policy. A request enters only if the pool can hold all its known tokens and still give each
         running request one more block: admitting more would only preempt someone in the next few steps."""
         while budget > 0 and len(self.running) < self._max_num_seqs:
@@ -171,7 +186,8 @@ class Scheduler:
                     sampling=request.sampling,
                 )
             )
-            rows.append(request)
+            step.rows.append(request)
+            step.fills.append((request, request.epoch, end))
             plan.start_positions.append(start)
             plan.num_tokens.append(count)
             plan.samples.append(end == request.num_tokens)
@@ -184,32 +200,27 @@ class Scheduler:
 
     def update(self, plan: SchedulerOutput, result: ModelRunnerOutput) -> StepOutputs:
         """Take in one step's result: append tokens, publish full blocks, finish what is finished."""
-        rows = self._in_flight.pop(plan.step_id)
-        outputs = self._outputs
+        step = self._in_flight.pop(plan.step_id)
+        rows, outputs = step.rows, self._outputs
         for index, logprobs in result.logprobs.items():
             if rows[index].epoch == plan.epochs[index]:
                 outputs.logprobs[rows[index].request_id] = logprobs
         for index, error in result.errors.items():
             if rows[index].epoch == plan.epochs[index]:
                 self._end_without_token(rows[index], FinishReason.ERROR, error)
-        request_ids, counts, token_ids = outputs.request_ids, outputs.token_counts, outputs.token_ids
-        block_size = self.kv.block_size
-        num_before = len(token_ids)
-        for request, epoch, start, count, tokens in zip(
-            rows, plan.epochs, plan.start_positions, plan.num_tokens, result.token_ids, strict=True
-        ):
-            if request.epoch != epoch:  # aborted, preempted or failed meanwhile; nobody waits for this row
-                continue
-            end = start + count
-            if count > 1 or end % block_size == 0:
+        for request, epoch, end in step.fills:
+            if request.epoch == epoch:
                 self.kv.commit(request, end)
-            if not tokens:
+        request_ids, token_ids = outputs.request_ids, outputs.token_ids
+        num_before = len(token_ids)
+        for request, epoch, tokens in zip(rows, plan.epochs, result.token_ids, strict=True):
+            # Another epoch: aborted, preempted or failed meanwhile; nobody waits for this row.
+            if request.epoch != epoch or not tokens:
                 continue
             (token,) = tokens
             known = request.token_ids
             known.append(token)
             request_ids.append(request.request_id)
-            counts.append(1)
             token_ids.append(token)
             if token in request.stop_ids:
                 if token in request.sampling.stop_token_ids:
@@ -217,6 +228,7 @@ class Scheduler:
                 self._finish(request, FinishReason.STOP)
             elif len(known) >= request.max_num_tokens:
                 self._finish(request, FinishReason.LENGTH)
+        outputs.token_counts += [1] * (len(token_ids) - num_before)
         outputs.stats.num_new_decode_tokens += len(token_ids) - num_before
         outputs.stats.execute_seconds = result.execute_seconds
         return self._take_outputs()
