@@ -1,6 +1,6 @@
 """Does a request's text depend on who else is in the batch? 64 requests alone, then together under hard settings.
 
-    python benchmarks/parity.py                 # the full check, about 20 minutes on two cores
+    python benchmarks/parity.py                 # the full check, about half an hour on two cores
     python benchmarks/parity.py --requests 8 --max-prompt 200 --max-output 40
 
 Starts `ropeway serve` on the demo model in float32 itself. Prompts have 1 to --max-prompt tokens, outputs 1 to
