@@ -33,7 +33,9 @@ IGNORED_SWITCHES = frozenset(
         "--disable-log-requests",
         "--disable-log-stats",
         "--disable-uvicorn-access-log",
+        "--enforce-eager",  # there are no captured graphs to turn off yet
         "--no-enable-log-stats",
+        "--trust-remote-code",  # code from a model repository is never run
         "--use-v2-block-manager",
     }
 )

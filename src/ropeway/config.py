@@ -49,9 +49,6 @@ class ModelConfig:
     generation_config: Literal["auto", "none"] = setting(
         "auto", "Whether the model's generation_config.json gives the default sampling parameters."
     )
-    trust_remote_code: bool = setting(
-        False, "Accepted for compatibility; Ropeway never runs code from a model repository."
-    )
 
 
 @dataclass(frozen=True)
@@ -86,7 +83,6 @@ class ParallelConfig:
 class DeviceConfig:
     device: Literal["auto", "cpu", "cuda"] = setting("auto", "Where the model runs.")
     attention_backend: Literal["auto", "torch"] = setting("auto", "Implementation of paged attention.")
-    enforce_eager: bool = setting(False, "Accepted for compatibility; there are no captured graphs to turn off yet.")
     num_threads: int = setting(0, "CPU threads of the model; 0 takes the cores this process may use.")
 
 

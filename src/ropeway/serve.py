@@ -198,7 +198,7 @@ class Gate:
         if self.app is not None:
             await self.app(scope, receive, send)
             return
-        alive = scope["path"] == "/live"
+        alive = scope["path"].removeprefix(scope.get("root_path", "")) == "/live"
         body = b'{"status":"starting"}' if alive else LOADING_BODY
         headers = [
             (b"content-type", b"application/json"),
@@ -229,6 +229,7 @@ def make_http_server(config: ServerConfig, app: Gate) -> uvicorn.Server:
         access_log=False,
         server_header=False,
         backlog=BACKLOG,
+        root_path=config.root_path,
         ssl_keyfile=config.ssl_keyfile or None,
         ssl_certfile=config.ssl_certfile or None,
         timeout_keep_alive=KEEP_ALIVE_SECONDS,

@@ -14,7 +14,7 @@ import openai
 import psutil
 import pytest
 from conftest import DUMMY
-from e2e_server import ENDLESS, MODEL, Server, end, free_port, wait_until, write_tiny_model
+from e2e_server import ENDLESS, MODEL, Server, end, free_port, running, wait_until, write_tiny_model
 
 
 def long_stream(server: Server, max_tokens: int = 8000) -> Any:
@@ -50,6 +50,14 @@ def test_port_answers_while_the_model_loads(tiny_flags: list[str], tmp_path: Pat
         assert works(server)
     finally:
         end(server)
+
+
+def test_behind_a_proxy_that_strips_a_prefix(tiny_flags: list[str], tmp_path: Path) -> None:
+    with running([*tiny_flags, "--root-path", "/llm"], tmp_path) as server:
+        assert server.get("/ready")[0] == server.get("/live")[0] == 200
+        assert server.client().models.list().data[0].id == MODEL
+        assert "'/llm/openapi.json'" in server.get("/docs")[1]  # what the browser asks for carries the prefix
+        assert json.loads(server.get("/openapi.json")[1])["servers"] == [{"url": "/llm"}]
 
 
 def test_killed_engine_fails_its_streams_and_is_replaced(own_server: Server) -> None:
