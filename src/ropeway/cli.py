@@ -8,6 +8,7 @@ heavy may be imported at the top.
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import os
 import sys
 import typing
@@ -252,3 +253,30 @@ cli.add_command(
         context_settings={"token_normalize_func": plain_flag, "max_content_width": 120},
     )
 )
+
+
+class _BenchGroup(click.Group):
+    """Each command is `command` in the module of its name, imported when it is called."""
+
+    COMMANDS: typing.ClassVar = {
+        "latency": "Time of one batch, without a server.",
+        "serve": "Load on a running OpenAI-compatible server.",
+        "startup": "Time from process start to the first token.",
+        "throughput": "Tokens per second, without a server.",
+    }
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in self.COMMANDS:
+            return None
+        command: click.Command = importlib.import_module(f"ropeway.bench.{cmd_name}").command
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(self.COMMANDS.items()))
+
+
+cli.add_command(_BenchGroup("bench", help="Measure: a server under load, or the engine alone."))
