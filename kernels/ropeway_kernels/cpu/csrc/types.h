@@ -1,0 +1,107 @@
+// Element types, argument blocks of the exported functions, and the table that each instruction set fills.
+//
+// Owns: the binary interface between the Python loader (../__init__.py mirrors every struct here) and the kernels.
+// Must not know: torch, Python, instruction sets. Included by every file of this folder.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace ropeway {
+
+struct bf16 {
+    uint16_t bits;
+};
+struct f16 {
+    uint16_t bits;
+};
+
+enum class Type : int32_t { kF32 = 0, kBf16 = 1, kF16 = 2 };
+
+// Weights [N, K] as the kernels read them: panels of `panel` consecutive outputs, each panel K-major,
+//   [ceil(N / panel)][K / step][panel][step]
+// where `step` is 2 for bf16 (a pair along K shares 32 bits) and 1 for the others. Outputs past N are zeros.
+struct Linear {
+    const void* packed;
+    const float* bias;  // [N] or null
+    int64_t out_features;  // N
+    int64_t in_features;   // K, a multiple of step
+    int32_t type;          // Type of the weights
+    int32_t panel;
+};
+
+// One step's paged attention of one layer. A block of one layer is K [num_kv_heads] tiles, then V [num_kv_heads] tiles;
+// the tile layouts are described in attention.h.
+struct Attention {
+    const void* q;         // [num_tokens, *] rows of num_heads * head_dim elements, q_stride elements apart
+    void* out;             // [num_tokens, num_heads * head_dim], contiguous
+    const void* kv;        // block 0 of this layer
+    int64_t q_stride;      // elements
+    int64_t block_stride;  // elements from one block of this layer to the next
+    const int32_t* query_start_loc;  // [num_reqs + 1]
+    const int32_t* seq_lens;         // [num_reqs]
+    const int32_t* block_table;      // [num_reqs, max_blocks]
+    int64_t max_blocks;
+    int64_t num_reqs;
+    int32_t num_heads;
+    int32_t num_kv_heads;
+    int32_t head_dim;
+    int32_t block_size;
+    int32_t type;            // of q and out
+    int32_t kv_type;         // of the cache
+    int32_t sliding_window;  // 0: none
+    float scale;
+    float soft_cap;  // 0: none
+};
+
+// Per-head norms (optional), rotation, and the write of K and V into the cache, for all tokens of a step.
+struct RopeKv {
+    void* qkv;             // [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]; q is replaced by its rotation
+    void* kv;              // block 0 of this layer
+    const float* cos;      // [num_tokens, rotary_dim / 2]
+    const float* sin;
+    const float* q_norm;   // [head_dim] or null
+    const float* k_norm;
+    const int64_t* slot_mapping;  // [num_tokens]
+    int64_t num_tokens;
+    int64_t block_stride;  // elements
+    int32_t num_heads;
+    int32_t num_kv_heads;
+    int32_t head_dim;
+    int32_t rotary_dim;
+    int32_t block_size;
+    int32_t type;     // of qkv
+    int32_t kv_type;  // of the cache
+    float eps;
+};
+
+enum class Gate : int32_t { kSilu = 0, kGelu = 1, kGeluTanh = 2 };
+
+// What one instruction set offers. A null entry falls to the next narrower set.
+struct Kernels {
+    const char* name;
+    int32_t lanes;  // floats in a vector; head_dim and block_size must be multiples of it
+    int32_t panel;  // see Linear
+
+    // y[m, n] = sum_k x[m, k] * w[n, k] + bias[n]. x and y are rows x_stride and y_stride elements apart.
+    void (*linear)(const Linear&, const void* x, Type x_type, int64_t rows, int64_t x_stride, void* y, Type y_type,
+                   int64_t y_stride);
+    void (*attention)(const Attention&);
+    void (*rope_kv)(const RopeKv&);
+    // residual += x (when residual is not null), out = norm(residual or x) * weight, all [rows, size] of one type.
+    void (*rms_norm)(const void* x, void* residual, const float* weight, void* out, Type type, int64_t rows,
+                     int64_t size, float eps);
+    // out[m, i] = gate(x[m, i]) * x[m, size + i]; x is [rows, 2 * size], out [rows, size].
+    void (*gated)(const void* x, void* out, Type type, int64_t rows, int64_t size, Gate gate);
+    // Per row the greatest value and its first index; a row with a NaN gives NaN.
+    void (*argmax)(const float* x, int64_t rows, int64_t size, int64_t stride, float* value, int64_t* index);
+};
+
+// The sets that this build holds; null where the processor family is another.
+extern const Kernels* const kAvx2;
+extern const Kernels* const kAvx512;
+extern const Kernels* const kAvx512Bf16;
+extern const Kernels* const kNeon;
+extern const Kernels* const kScalar;
+
+}  // namespace ropeway
