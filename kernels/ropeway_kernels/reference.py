@@ -1,10 +1,11 @@
-"""The oracle: paged attention and KV write in plain loops, meant to be read and to be right, never to be fast.
+"""The oracle: paged attention, KV write and the elementwise kernels, meant to be read and to be right, never to be fast.
 
 Owns: the meaning of a KV cache block and of every attention option. Must not know: ropeway.
 Called by: tests of every attention backend and kernel.
 
 One layer's cache is ``[num_blocks, 2, num_kv_heads, block_size, head_dim]``: index 0 of the second dimension is K and
-1 is V. A slot is ``block id * block_size + offset``.
+1 is V. A slot is ``block id * block_size + offset``. The native CPU kernels keep a tensor of the same shape whose
+elements are arranged in tiles; `pack_kv_tiles` and `unpack_kv_tiles` say how.
 """
 
 from __future__ import annotations
@@ -34,6 +35,35 @@ def read_kv(kv_cache: Tensor, blocks: list[int], length: int) -> tuple[Tensor, T
         keys.append(kv_cache[block, 0, :, offset])
         values.append(kv_cache[block, 1, :, offset])
     return torch.stack(keys).double(), torch.stack(values).double()
+
+
+def tile_step(dtype: torch.dtype) -> int:
+    """Elements along the summed dimension that lie side by side in a tile: bf16 goes in pairs of 32 bits."""
+    return 2 if dtype == torch.bfloat16 else 1
+
+
+def pack_kv_tiles(kv_cache: Tensor) -> Tensor:
+    """A plain cache to the native CPU kernels' arrangement, same shape and type.
+
+    Each ``[block_size, head_dim]`` of a block and head becomes a tile that a product can read as packed weights:
+    K ``[head_dim / step][block_size][step]`` for Q . K', V ``[block_size / step][head_dim][step]`` for P . V.
+    """
+    num_blocks, _, num_kv_heads, block_size, head_dim = kv_cache.shape
+    step = tile_step(kv_cache.dtype)
+    k = kv_cache[:, 0].reshape(num_blocks, num_kv_heads, block_size, head_dim // step, step).transpose(2, 3)
+    v = kv_cache[:, 1].reshape(num_blocks, num_kv_heads, block_size // step, step, head_dim).transpose(3, 4)
+    plain = num_blocks, num_kv_heads, block_size, head_dim
+    return torch.stack([k.reshape(plain), v.reshape(plain)], 1)
+
+
+def unpack_kv_tiles(tiles: Tensor) -> Tensor:
+    """The inverse of `pack_kv_tiles`."""
+    num_blocks, _, num_kv_heads, block_size, head_dim = tiles.shape
+    step = tile_step(tiles.dtype)
+    k = tiles[:, 0].reshape(num_blocks, num_kv_heads, head_dim // step, block_size, step).transpose(2, 3)
+    v = tiles[:, 1].reshape(num_blocks, num_kv_heads, block_size // step, head_dim, step).transpose(3, 4)
+    plain = num_blocks, num_kv_heads, block_size, head_dim
+    return torch.stack([k.reshape(plain), v.reshape(plain)], 1)
 
 
 def attend_one(query: Tensor, keys: Tensor, values: Tensor, scale: float, soft_cap: float | None) -> Tensor:
