@@ -32,8 +32,8 @@ GOODPUT_METRICS = ("ttft", "tpot", "e2el")
 class RequestOutcome:
     """One request as the client saw it. Times are seconds of one clock."""
 
-    prompt_len: int = 0  # tokens; what the server says, else what was sent
-    output_len: int = 0  # tokens
+    prompt_len: int = 0  # tokens, as is the next; what the server says, if it says it
+    output_len: int = 0
     start: float = 0.0  # when it was sent
     token_times: list[float] = field(default_factory=list)  # receipt of each event that carried output
     text: str = ""
