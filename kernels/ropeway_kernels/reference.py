@@ -11,6 +11,7 @@ elements are arranged in tiles; `pack_kv_tiles` and `unpack_kv_tiles` say how.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -64,6 +65,33 @@ def unpack_kv_tiles(tiles: Tensor) -> Tensor:
     v = tiles[:, 1].reshape(num_blocks, num_kv_heads, block_size // step, head_dim, step).transpose(3, 4)
     plain = num_blocks, num_kv_heads, block_size, head_dim
     return torch.stack([k.reshape(plain), v.reshape(plain)], 1)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x ``[..., size]``, weight ``[size]``. In float64; the result is rounded once, to x's type."""
+    wide = x.double()
+    wide = wide / (wide.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight.double()
+    return wide.to(x.dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn each pair (i, i + rotary_dim / 2) of a head by its angle; dimensions from rotary_dim on stay.
+
+    x ``[num_tokens, num_heads, head_dim]``; cos and sin ``[num_tokens, rotary_dim / 2]``. In float64, rounded once.
+    """
+    half = cos.shape[1]
+    first, second, rest = x.double().split([half, half, x.shape[2] - 2 * half], dim=-1)
+    cos, sin = cos.double()[:, None], sin.double()[:, None]
+    return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1).to(x.dtype)
+
+
+GATES = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")}
+
+
+def gated(x: Tensor, kind: str) -> Tensor:
+    """``gate(x[:, :size]) * x[:, size:]`` of x ``[rows, 2 * size]``. In float64, rounded once."""
+    first, second = x.double().chunk(2, dim=-1)
+    return (GATES[kind](first) * second).to(x.dtype)
 
 
 def attend_one(query: Tensor, keys: Tensor, values: Tensor, scale: float, soft_cap: float | None) -> Tensor:
