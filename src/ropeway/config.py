@@ -82,7 +82,9 @@ class ParallelConfig:
 @dataclass(frozen=True)
 class DeviceConfig:
     device: Literal["auto", "cpu", "cuda"] = setting("auto", "Where the model runs.")
-    attention_backend: Literal["auto", "torch"] = setting("auto", "Implementation of paged attention.")
+    attention_backend: Literal["auto", "cpu", "torch"] = setting(
+        "auto", "Implementation of paged attention: the native CPU kernels, or plain torch."
+    )
     num_threads: int = setting(0, "CPU threads of the model; 0 takes the cores this process may use.")
 
 

@@ -22,7 +22,7 @@ ALLOWED: dict[str, set[str]] = {  # room -> rooms that it may import, besides it
     "config": {"errors"},
     "engine": BASE,
     "attention": BASE | {"ropeway_kernels"},
-    "model": BASE | {"attention"},
+    "model": BASE | {"attention", "ropeway_kernels"},
     "worker": BASE | {"model", "attention", "ropeway_kernels", "engine.step"},
     "hub": BASE,
     "metrics": BASE,

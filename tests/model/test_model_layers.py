@@ -97,7 +97,7 @@ def test_vocabulary_shares_make_up_the_whole(size: int, vocab_size: int, tied: b
     hidden, logits = torch.zeros(vocab_size, 6), []
     for rank in range(size):
         embedding = VocabParallelEmbedding(vocab_size, 6, place=place(Rank(rank, size)))
-        head = VocabParallelHead(embedding, tied=tied)
+        head = VocabParallelHead(embedding, tied=tied, place=place(Rank(rank, size)))
         fill(embedding.slots("e"), {"e.weight": table})
         if not tied:
             fill(head.slots("h"), {"h.weight": head_table})

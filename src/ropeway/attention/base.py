@@ -1,7 +1,7 @@
 """The attention seam: what the model runner and the decoder may ask of a backend.
 
-Owns: AttentionMetadata and the AttentionBackend protocol. Must not know: requests, sampling, models.
-Called by: worker.runner (kv_shape, prepare), model.decoder (forward).
+Owns: AttentionMetadata and the backend protocols. Must not know: requests, sampling, models.
+Called by: worker.runner (kv_shape, prepare), model.decoder (forward or forward_fused).
 """
 
 from __future__ import annotations
@@ -40,6 +40,17 @@ class AttentionSpec:
     soft_cap: float | None = None  # logits become cap * tanh(logits / cap)
 
 
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """What happens to a layer's q and k before attention: a norm per head, where there is one, then the rotation."""
+
+    cos: Tensor  # [num_tokens, 1, rotary_dim / 2] float32
+    sin: Tensor  # same shape
+    q_norm: Tensor | None = None  # [head_dim] float32
+    k_norm: Tensor | None = None  # same shape
+    eps: float = 0.0
+
+
 class AttentionBackend(Protocol):
     name: str
 
@@ -62,4 +73,18 @@ class AttentionBackend(Protocol):
         ...
 
 
-__all__ = ["AttentionBackend", "AttentionMetadata", "AttentionSpec"]
+class FusedAttentionBackend(AttentionBackend, Protocol):
+    """A backend that can also take the heads as the projection left them."""
+
+    def forward_fused(
+        self, heads: Tensor, rotation: Rotation, kv_layer: Tensor, meta: AttentionMetadata, spec: AttentionSpec
+    ) -> Tensor:
+        """Once per layer, instead of `forward`: norm and rotate, write, attend.
+
+        heads ``[num_tokens, num_heads + 2 * num_kv_heads, head_dim]`` (q, k, v), contiguous, used up; returns
+        ``[num_tokens, num_heads, head_dim]``.
+        """
+        ...
+
+
+__all__ = ["AttentionBackend", "AttentionMetadata", "AttentionSpec", "FusedAttentionBackend", "Rotation"]

@@ -9,10 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ropeway.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec
+from ropeway.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec, Rotation
 from ropeway.model.layers import (
-    ACTIVATIONS,
     ColumnParallelLinear,
+    Gate,
     Linear,
     Placement,
     RMSNorm,
@@ -62,6 +62,12 @@ class Attention(nn.Module):
     ) -> Tensor:
         """``[num_tokens, hidden_size]`` -> the same shape; writes the tokens' keys and values to ``kv_layer``."""
         heads = self.qkv_proj(x).view(x.shape[0], -1, self.head_dim)  # [num_tokens, q then k then v heads, head_dim]
+        if (fused := getattr(backend, "forward_fused", None)) is not None:
+            rotation = Rotation(*angles)
+            if self.q_norm is not None and self.k_norm is not None:
+                rotation = Rotation(*angles, self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
+            out = fused(heads, rotation, kv_layer, meta, self.spec)
+            return self.o_proj(out.view(x.shape[0], -1))
         q_k, v = torch.split(heads, [self.num_heads + self.num_kv_heads, self.num_kv_heads], dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = torch.split(q_k, [self.num_heads, self.num_kv_heads], dim=1)
@@ -78,7 +84,7 @@ class MLP(nn.Module):
     def __init__(self, config: DecoderConfig, place: Placement) -> None:
         super().__init__()
         self.fused_checkpoint = config.fused_checkpoint
-        self.activation = ACTIVATIONS[config.activation]
+        self.gate = Gate(config.activation, place)
         self.gate_up_proj = ColumnParallelLinear(
             config.hidden_size, (config.intermediate_size,) * 2, bias=config.mlp_bias, place=place
         )
@@ -91,8 +97,7 @@ class MLP(nn.Module):
         return self.gate_up_proj.slots([f"{name}.{part}" for part in parts]) | self.down_proj.slots(f"{name}.down_proj")
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-        result: Tensor = self.down_proj(self.activation(gate) * up)
+        result: Tensor = self.down_proj(self.gate(self.gate_up_proj(x)))
         return result
 
 
@@ -153,7 +158,7 @@ class Decoder(nn.Module):
         self.embedding = VocabParallelEmbedding(config.vocab_size, config.hidden_size, place=place)
         self.layers = nn.ModuleList(DecoderLayer(config, index, place) for index in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, plus_one=config.gemma_norms, place=place)
-        self.head = VocabParallelHead(self.embedding, tied=config.tie_word_embeddings)
+        self.head = VocabParallelHead(self.embedding, tied=config.tie_word_embeddings, place=place)
         self.rotaries = [Rotary(spec, place.device) for spec in dict.fromkeys(config.ropes)]
         kinds = {rotary.spec: index for index, rotary in enumerate(self.rotaries)}
         self.rotary_of_layer = [kinds[spec] for spec in config.ropes]
@@ -195,13 +200,14 @@ class Decoder(nn.Module):
         x = self.embedding(input_ids)
         if self.embedding_scale is not None:
             x = x * self.embedding_scale
-        angles = [rotary.angles(positions, self.dtype) for rotary in self.rotaries]
+        angle_type = torch.float32 if hasattr(backend, "forward_fused") else self.dtype
+        angles = [rotary.angles(positions, angle_type) for rotary in self.rotaries]
         residual: Tensor | None = None
         for layer, rotary, kv_layer in zip(self.layers, self.rotary_of_layer, kv_layers, strict=True):
             x, residual = layer(x, residual, angles[rotary], kv_layer, backend, meta)
         assert residual is not None
         x, _ = self.norm.add(x[logits_indices], residual[logits_indices])
-        logits: Tensor = self.head(x).float()
+        logits: Tensor = self.head(x)
         if (cap := self.config.logits_soft_cap) is not None:
             logits = cap * torch.tanh(logits / cap)
         return logits

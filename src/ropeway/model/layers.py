@@ -3,7 +3,8 @@
 Owns: linears, embedding, head, norm, activations; Slot. Must not know: architectures, files, attention.
 Called by: model.decoder (builds and runs them), model.loader (fills their slots, then finalize).
 
-Life of a layer: built with memory of undefined content, filled through `slots`, then `finalize` once, then run.
+Life of a layer: built with memory of undefined content, filled through `slots`, then `finalize` once, then run. With
+native kernels (`Placement.native`) a layer runs on them, otherwise on torch alone; both mean the same.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ropeway.model.parallel import ProcessGroup
+from ropeway_kernels.cpu import GATES, NativeKernels, PackedWeight
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -53,38 +55,50 @@ class Placement:
     dtype: torch.dtype
     device: torch.device
     group: ProcessGroup
+    native: NativeKernels | None = None  # kernels for this device and type, where there are any
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
         return nn.Parameter(torch.empty(*shape, dtype=dtype or self.dtype, device=self.device), requires_grad=False)
 
 
 class Linear(nn.Module):
-    """``x @ weight.T + bias`` on this rank's weight ``[out_features, in_features]``; packed for oneDNN on a CPU."""
+    """``x @ weight.T + bias`` on this rank's weight ``[out_features, in_features]``, packed once for the kernels."""
 
-    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None = None) -> None:
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, place: Placement) -> None:
         super().__init__()
         self.weight: nn.Parameter | None = weight
         self.bias = bias
-        self._packed: Tensor | None = None
+        self.native = place.native
+        self.packed: PackedWeight | None = None  # by the native kernels, bias included
+        self._reordered: Tensor | None = None  # by oneDNN
 
     def finalize(self) -> None:
-        """Re-order the weight into oneDNN's own layout, which it otherwise does at each call, and drop the plain one.
-        Where oneDNN has no kernel (no bf16 units, other devices) the weight stays as it is."""
+        """Bring the weight into the layout that is read at each call, and drop the plain one. oneDNN would otherwise
+        do that each time; where it has no kernel (no bf16 units, other devices) the weight stays as it is."""
         assert self.weight is not None
+        if self.native is not None and self.native.can_pack(self.weight):
+            self.packed = self.native.pack(self.weight.detach(), self.bias)
+            self.weight = None
+            return
         if self.weight.device.type != "cpu":
             return
         try:
-            self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach())
+            self._reordered = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach())
         except (RuntimeError, AttributeError):  # no kernel for this type; torch built without oneDNN
             return
         self.weight = None
 
-    def forward(self, x: Tensor) -> Tensor:
-        if self._packed is not None:
-            y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
-            return y
-        assert self.weight is not None
-        return F.linear(x, self.weight, self.bias)
+    def forward(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
+        """``[num_tokens, in_features]`` -> ``[num_tokens, out_features]`` in ``out_dtype``, by default x's."""
+        if self.packed is not None:
+            assert self.native is not None
+            return self.native.linear(x, self.packed, out_dtype)
+        if self._reordered is not None:
+            y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._reordered, self.bias, "none", [], "")
+        else:
+            assert self.weight is not None
+            y = F.linear(x, self.weight, self.bias)
+        return y if out_dtype is None else y.to(out_dtype)
 
 
 class ColumnParallelLinear(Linear):
@@ -96,7 +110,7 @@ class ColumnParallelLinear(Linear):
     def __init__(self, in_features: int, out_features: Sequence[int], *, bias: bool, place: Placement) -> None:
         local_sizes = [place.group.share(size, "layer width") for size in out_features]
         total = sum(local_sizes)
-        super().__init__(place.empty(total, in_features), place.empty(total) if bias else None)
+        super().__init__(place.empty(total, in_features), place.empty(total) if bias else None, place)
         self.out_features = tuple(out_features)
         self.local_sizes = local_sizes
         self.rank = place.group.rank
@@ -128,7 +142,7 @@ class RowParallelLinear(Linear):
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool, place: Placement) -> None:
         local = place.group.share(in_features, "layer width")
-        super().__init__(place.empty(out_features, local), place.empty(out_features) if bias else None)
+        super().__init__(place.empty(out_features, local), place.empty(out_features) if bias else None, place)
         self.in_features = in_features
         self.group = place.group
 
@@ -146,8 +160,8 @@ class RowParallelLinear(Linear):
             self.bias.zero_()  # added once, by rank 0
         super().finalize()
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.group.all_reduce(super().forward(x))
+    def forward(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
+        return self.group.all_reduce(super().forward(x, out_dtype))
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -157,53 +171,73 @@ class VocabParallelEmbedding(nn.Module):
         super().__init__()
         self.vocab_size = vocab_size
         self.group = place.group
+        self.native = place.native
         self.rows = -(-vocab_size // self.group.size)
         self.start = self.group.rank * self.rows
-        self.weight = place.empty(self.rows, hidden_size)
+        self.weight: nn.Parameter | None = place.empty(self.rows, hidden_size)
         self.weight[max(vocab_size - self.start, 0) :].zero_()
-
-    def slots(self, name: str) -> Slots:
-        shape = (self.vocab_size, self.weight.shape[1])
-        return {f"{name}.weight": Slot(shape, [(self.weight, self.start)])}
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        """``[num_tokens]`` -> ``[num_tokens, hidden_size]``"""
-        if self.group.size == 1:
-            return F.embedding(input_ids, self.weight)
-        local = input_ids - self.start
-        mine = (local >= 0) & (local < self.rows)
-        hidden = F.embedding(local.where(mine, 0), self.weight) * mine[:, None]
-        return self.group.all_reduce(hidden)
-
-
-class VocabParallelHead(Linear):
-    """Hidden state -> logits of the whole vocabulary on every rank. A tied head shares the embedding's table."""
-
-    def __init__(self, embedding: VocabParallelEmbedding, *, tied: bool) -> None:
-        table = embedding.weight
-        super().__init__(table if tied else nn.Parameter(torch.zeros_like(table), requires_grad=False))
-        self.vocab_size = embedding.vocab_size
-        self.start = embedding.start
-        self.group = embedding.group
+        self.packed: PackedWeight | None = None  # a tied head's: one table in memory serves both
 
     def slots(self, name: str) -> Slots:
         assert self.weight is not None
         shape = (self.vocab_size, self.weight.shape[1])
         return {f"{name}.weight": Slot(shape, [(self.weight, self.start)])}
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """``[num_tokens]`` -> ``[num_tokens, hidden_size]``"""
+        if self.group.size == 1:
+            return self._look_up(input_ids)
+        local = input_ids - self.start
+        mine = (local >= 0) & (local < self.rows)
+        hidden = self._look_up(local.where(mine, 0)) * mine[:, None]
+        return self.group.all_reduce(hidden)
+
+    def _look_up(self, local_ids: Tensor) -> Tensor:
+        if self.packed is not None:
+            assert self.native is not None
+            return self.native.embedding(local_ids, self.packed)
+        assert self.weight is not None
+        return F.embedding(local_ids, self.weight)
+
+
+class VocabParallelHead(Linear):
+    """Hidden state -> logits of the whole vocabulary on every rank. A tied head shares the embedding's table."""
+
+    def __init__(self, embedding: VocabParallelEmbedding, *, tied: bool, place: Placement) -> None:
+        table = embedding.weight
+        assert table is not None
+        super().__init__(table if tied else nn.Parameter(torch.zeros_like(table), requires_grad=False), None, place)
+        self.vocab_size = embedding.vocab_size
+        self.start = embedding.start
+        self.group = embedding.group
+        self._tied = (embedding,) if tied else ()  # in a tuple: it is not a part of this module
+
+    def slots(self, name: str) -> Slots:
+        assert self.weight is not None
+        shape = (self.vocab_size, self.weight.shape[1])
+        return {f"{name}.weight": Slot(shape, [(self.weight, self.start)])}
+
+    def finalize(self) -> None:
+        super().finalize()
+        if self.packed is not None:
+            for embedding in self._tied:
+                embedding.packed, embedding.weight = self.packed, None
+
+    def forward(self, x: Tensor, out_dtype: torch.dtype | None = torch.float32) -> Tensor:
         """``[num_rows, hidden_size]`` -> ``[num_rows, vocab_size]``"""
-        return self.group.all_gather(super().forward(x))[:, : self.vocab_size]
+        return self.group.all_gather(super().forward(x, out_dtype))[:, : self.vocab_size]
 
 
 class RMSNorm(nn.Module):
     """Root-mean-square norm in float32 (arXiv 1910.07467). ``plus_one``: Gemma's form, where the file holds w - 1 and
-    the product is rounded once, after the weight; the others round before it."""
+    the product is rounded once, after the weight. The others round before it, too, in torch; native kernels never do.
+    """
 
     def __init__(self, size: int, eps: float, *, plus_one: bool, place: Placement) -> None:
         super().__init__()
         self.eps = eps
         self.plus_one = plus_one
+        self.native = place.native
         self.weight = place.empty(size, dtype=torch.float32 if plus_one else None)
 
     def slots(self, name: str) -> Slots:
@@ -212,9 +246,13 @@ class RMSNorm(nn.Module):
     def finalize(self) -> None:
         if self.plus_one:
             self.weight.add_(1.0)
+        if self.native is not None:
+            self.weight = nn.Parameter(self.weight.float(), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[..., size]`` -> the same shape and type."""
+        """``[num_tokens, size]``, or ``[num_tokens, num_heads, size]``, -> the same shape and type."""
+        if self.native is not None:
+            return self.native.rms_norm(x.reshape(-1, x.shape[-1]), self.weight, self.eps).view(x.shape)
         wide = x.float()
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
         if self.plus_one:
@@ -223,6 +261,24 @@ class RMSNorm(nn.Module):
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """(norm of the sum, the sum): a block's output joins the residual stream and the next block's input comes out.
-        One call, so that a kernel can do it in one pass."""
+        ``residual`` is used up: it may be the sum afterwards."""
+        if self.native is not None:
+            return self.native.rms_norm(x, self.weight, self.eps, residual), residual
         residual = residual + x
         return self(residual), residual
+
+
+class Gate:
+    """``activation(gate) * up`` of the two halves of a row."""
+
+    def __init__(self, activation: str, place: Placement) -> None:
+        self._activation = ACTIVATIONS[activation]
+        self._code = GATES[activation]
+        self._native = place.native
+
+    def __call__(self, gate_up: Tensor) -> Tensor:
+        """``[num_tokens, 2 * size]`` -> ``[num_tokens, size]``"""
+        if self._native is not None:
+            return self._native.gated(gate_up, self._code)
+        gate, up = gate_up.chunk(2, dim=-1)
+        return self._activation(gate) * up

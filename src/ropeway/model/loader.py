@@ -25,6 +25,7 @@ from ropeway.model.decoder import Decoder
 from ropeway.model.layers import Placement, Slots
 from ropeway.model.parallel import ProcessGroup
 from ropeway.model.registry import DecoderConfig
+from ropeway_kernels.cpu import NativeKernels
 
 logger = logging.getLogger(__name__)
 
@@ -42,13 +43,14 @@ def load_model(
     load_format: str,
     seed: int,
     group: ProcessGroup,
+    native: NativeKernels | None = None,
 ) -> Decoder:
     """A decoder that is ready to run, with this rank's share of the weights in ``dtype`` on ``device``.
 
     load_format: ``auto`` takes safetensors, else GGUF; ``safetensors``; ``gguf``; ``dummy`` needs no files and is the
-    same for equal ``seed``. Raises ConfigError naming the file or tensor.
+    same for equal ``seed``. native: kernels to run the layers on, for a CPU. Raises ConfigError naming the file or tensor.
     """
-    decoder = Decoder(config, Placement(dtype, device, group))
+    decoder = Decoder(config, Placement(dtype, device, group, native))
     slots = decoder.slots()
     if load_format == "dummy":
         tensors = _dummy_tensors(slots, seed, zero_norms=config.gemma_norms)

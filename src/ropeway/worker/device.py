@@ -7,6 +7,7 @@ requests, plans. Called by: worker.executor (picks one), worker.batch (stages ar
 from __future__ import annotations
 
 import ctypes
+import logging
 import math
 import os
 from collections.abc import Mapping
@@ -18,6 +19,9 @@ import torch
 from torch import Tensor
 
 from ropeway.errors import ConfigError
+from ropeway_kernels import cpu as cpu_kernels
+
+logger = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _TORCH_TYPES = {
@@ -32,6 +36,7 @@ class Device(Protocol):
     name: str
     torch_device: torch.device
     supports_overlap: bool  # it computes by itself, so planning the next step meanwhile costs it nothing
+    native: cpu_kernels.NativeKernels | None  # on which the model's layers run, where there are any
 
     def prepare(self, num_threads: int) -> None:
         """Once, before there are tensors. num_threads: host threads for the model; 0 chooses."""
@@ -74,15 +79,25 @@ class CpuDevice:
     supports_overlap = False  # the engine would take a core from the model
 
     def __init__(self) -> None:
+        """Raises ConfigError if the environment names an instruction set that the kernels do not have here."""
         self.torch_device = torch.device("cpu")
+        try:
+            self.native = cpu_kernels.load()
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+        if self.native is None:
+            logger.warning("No native CPU kernels (%s): the model runs on torch, slower.", cpu_kernels.why_not())
 
     def prepare(self, num_threads: int) -> None:
-        torch.set_num_threads(num_threads or usable_cores())
+        num_threads = num_threads or usable_cores()
+        torch.set_num_threads(num_threads)
+        if self.native is not None:
+            self.native.set_num_threads(num_threads)
         _keep_freed_memory()
 
     def computes_natively(self, dtype: torch.dtype) -> bool:
-        if dtype == torch.float32:
-            return True
+        if dtype == torch.float32 or self.native is not None:
+            return True  # the native kernels widen as they read, so a narrow type is never slower
         has = torch.cpu.get_capabilities()
         if dtype == torch.bfloat16:
             return bool(has.get("avx512_bf16") or has.get("amx_bf16") or has.get("bf16"))
@@ -101,6 +116,7 @@ class CpuDevice:
 class CudaDevice:
     name = "cuda"
     supports_overlap = True
+    native = None
 
     def __init__(self, index: int = 0) -> None:
         self.torch_device = torch.device("cuda", index)

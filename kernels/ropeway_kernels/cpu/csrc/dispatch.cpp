@@ -1,0 +1,134 @@
+// The library's C interface: picks the instruction set at run time and passes calls on. No vector code here: this file
+// is compiled for the plainest processor of the family.
+//
+// Owns: the choice of the set, the number of threads, packing. Must not know: torch, Python.
+// Called by: ../__init__.py through ctypes, from one thread at a time.
+
+#include <algorithm>
+#include <cstring>
+
+#include "threads.h"
+#include "types.h"
+
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace ropeway {
+namespace {
+
+constexpr int kMaxSets = 5;
+const Kernels* chain[kMaxSets + 1];  // usable sets, the widest first; ends with null
+int threads = 1;
+
+bool supported(const Kernels* set) {
+    if (set == nullptr) return false;
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    if (set == kAvx512 || set == kAvx512Bf16) {
+        const bool plain = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+        return plain && (set == kAvx512 || __builtin_cpu_supports("avx512bf16"));
+    }
+    if (set == kAvx2)
+        return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+#endif
+    return true;  // NEON is part of every aarch64; scalar code runs anywhere
+}
+
+// The widest set in which a vector divides both sizes.
+const Kernels& fitting(int64_t a, int64_t b) {
+    const Kernels* const* set = chain;
+    while (set[1] != nullptr && (a % (*set)->lanes != 0 || b % (*set)->lanes != 0)) ++set;
+    return **set;
+}
+
+size_t size_of(int32_t type) { return static_cast<Type>(type) == Type::kF32 ? 4 : 2; }
+int64_t step_of(int32_t type) { return static_cast<Type>(type) == Type::kBf16 ? 2 : 1; }
+
+template <class T>
+void pack(const T* weight, int64_t stride, const Linear& to) {
+    T* packed = const_cast<T*>(static_cast<const T*>(to.packed));
+    const int64_t step = step_of(to.type), panel = to.panel, k = to.in_features;
+    parallel_for((to.out_features + panel - 1) / panel, [&](int64_t p) {
+        T* out = packed + p * panel * k;
+        for (int64_t column = 0; column < panel; ++column) {
+            const int64_t n = p * panel + column;
+            for (int64_t i = 0; i < k; i += step)
+                for (int64_t s = 0; s < step; ++s)
+                    out[i * panel + column * step + s] = n < to.out_features ? weight[n * stride + i + s] : T{};
+        }
+    });
+}
+
+template <class T>
+void unpack_row(const Linear& from, int64_t n, T* row) {
+    const int64_t step = step_of(from.type), panel = from.panel;
+    const T* packed = static_cast<const T*>(from.packed) + n / panel * panel * from.in_features + n % panel * step;
+    for (int64_t i = 0; i < from.in_features; i += step)
+        for (int64_t s = 0; s < step; ++s) row[i + s] = packed[i * panel + s];
+}
+
+}  // namespace
+
+int num_threads() { return threads; }
+
+// Chooses the sets from `name` (null: the widest) downwards. Returns the chosen set's name; null if this build or this
+// processor lacks it.
+EXPORT const char* ropeway_select(const char* name) {
+    const Kernels* const all[kMaxSets] = {kAvx512Bf16, kAvx512, kAvx2, kNeon, kScalar};
+    int count = 0;
+    for (const Kernels* set : all) {
+        if (!supported(set)) continue;
+        if (count == 0 && name != nullptr && std::strcmp(name, set->name) != 0) continue;
+        chain[count++] = set;
+    }
+    chain[count] = nullptr;
+    return count == 0 ? nullptr : chain[0]->name;
+}
+
+EXPORT int32_t ropeway_panel() { return chain[0]->panel; }
+
+EXPORT void ropeway_set_num_threads(int32_t count) { threads = std::max(1, count); }
+
+// weight: [out_features, in_features], rows `stride` elements apart; to.packed receives it.
+EXPORT void ropeway_pack(const void* weight, int64_t stride, const Linear* to) {
+    if (size_of(to->type) == 4)
+        pack(static_cast<const float*>(weight), stride, *to);
+    else
+        pack(static_cast<const bf16*>(weight), stride, *to);
+}
+
+// rows[i] = the weights of output ids[i]; ids must be in range. So a tied embedding needs no second table.
+EXPORT void ropeway_unpack_rows(const Linear* from, const int64_t* ids, int64_t count, void* rows) {
+    parallel_for((count + 15) / 16, [&](int64_t chunk) {
+        for (int64_t i = chunk * 16; i < std::min(count, chunk * 16 + 16); ++i) {
+            if (size_of(from->type) == 4)
+                unpack_row(*from, ids[i], static_cast<float*>(rows) + i * from->in_features);
+            else
+                unpack_row(*from, ids[i], static_cast<bf16*>(rows) + i * from->in_features);
+        }
+    });
+}
+
+EXPORT void ropeway_linear(const Linear* w, const void* x, int32_t x_type, int64_t rows, int64_t x_stride, void* y,
+                           int32_t y_type, int64_t y_stride) {
+    chain[0]->linear(*w, x, static_cast<Type>(x_type), rows, x_stride, y, static_cast<Type>(y_type), y_stride);
+}
+
+EXPORT void ropeway_attention(const Attention* a) { fitting(a->head_dim, a->block_size).attention(*a); }
+
+EXPORT void ropeway_rope_kv(const RopeKv* a) { fitting(a->head_dim, a->block_size).rope_kv(*a); }
+
+EXPORT void ropeway_rms_norm(const void* x, void* residual, const float* weight, void* out, int32_t type, int64_t rows,
+                             int64_t size, float eps) {
+    chain[0]->rms_norm(x, residual, weight, out, static_cast<Type>(type), rows, size, eps);
+}
+
+EXPORT void ropeway_gated(const void* x, void* out, int32_t type, int64_t rows, int64_t size, int32_t gate) {
+    chain[0]->gated(x, out, static_cast<Type>(type), rows, size, static_cast<Gate>(gate));
+}
+
+EXPORT void ropeway_argmax(const float* x, int64_t rows, int64_t size, int64_t stride, float* value, int64_t* index) {
+    chain[0]->argmax(x, rows, size, stride, value, index);
+}
+
+}  // namespace ropeway
