@@ -1,0 +1,411 @@
+// Attention of a ragged batch, straight from the block table.
+//
+// Owns: the layout of a KV tile, the order of every sum, how the work is shared out. Must not know: models, requests,
+// how the cache is written (elementwise.h does that). Called by: the dispatch table of each instruction set.
+//
+// A block of one layer holds a K tile, then a V tile for each KV head. Both are what tile.h reads as packed weights,
+//   K  [head_dim / step][block_size][step]    columns are positions:  scores = q . K
+//   V  [block_size / step][head_dim][step]    columns are dimensions: out = weights . V
+// where `step` is 2 for bf16 (a pair shares 32 bits) and 1 for the others.
+//
+// The rows of a tile are (query, head) pairs that share a KV head. Positions are taken in spans of kSpan at absolute
+// positions. Within a span a row's scores get their exact maximum, their exponentials are summed by lane, and the
+// weighted sum of V is one chain over the positions; then the span is merged into what the earlier ones gave. Nothing of
+// this depends on which rows are computed together or by whom: an item of work that has only some of a tile's spans
+// leaves each in memory by itself, and the last to finish merges them in the same order as one that had them all.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <limits>
+#include <utility>
+
+#include "threads.h"
+#include "tile.h"
+#include "vec_math.h"
+
+namespace ropeway {
+namespace {
+
+constexpr int64_t kSpan = 256;  // positions; another value gives other answers in the last bit
+constexpr int64_t kQueryTileBytes = 64 << 10;  // of q and its sums; beside a span of K and V in the second-level cache
+constexpr int64_t kItemsPerThread = 8;
+constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
+
+template <class V, class T>
+struct AttentionKernel {
+    using F = typename V::F;
+    using M = Mac<V, T>;
+    using A = typename M::A;
+    static constexpr int64_t kLanes = V::kLanes;
+    // A span is an even number of vectors, and so are most heads; tiles of an odd width would leave a narrow rest.
+    static constexpr int kWidth = V::kPanelVectors + V::kPanelVectors % 2;
+    static constexpr int kHeight = M::kRows * V::kPanelVectors / kWidth;
+    // Few rows take more vectors, so that enough chains of multiply-adds run side by side.
+    static constexpr int width(int rows) { return std::max(kWidth, (8 + rows - 1) / rows); }
+    static constexpr int64_t kLine = kSpan + 8 * kLanes;  // scores of a row; the last tile may reach past the span
+
+    // Consecutive queries of one request.
+    struct QueryTile {
+        int64_t request;
+        int64_t first_token;  // in the step
+        int64_t num_queries;
+        int64_t first_position;
+        int64_t first_span, end_span;
+        int64_t partial;  // where in `partials` its spans are left; -1: each item has all of them
+        int64_t counter;
+    };
+    struct Item {  // times num_kv_heads
+        int64_t tile;
+        int64_t first_span, end_span;
+    };
+
+    // Softmax so far of some rows: the weighted sum of V, and the maximum and the sum of exponentials of the scores.
+    struct State {
+        float* sums;  // [rows, head_dim]
+        float* peak;  // [rows]
+        float* total;
+
+        State(float* memory, int64_t rows, int64_t head_dim)
+            : sums(memory), peak(memory + rows * head_dim), total(peak + rows) {}
+        static int64_t size(int64_t rows, int64_t head_dim) { return rows * (head_dim + 2); }
+        void clear(int64_t rows, int64_t head_dim) {
+            std::fill_n(sums, rows * head_dim, 0.0f);
+            std::fill_n(peak, rows, kMinusInfinity);
+            std::fill_n(total, rows, 0.0f);
+        }
+    };
+
+    // One span of one tile and KV head, and where its rows' results go.
+    struct Span {
+        const A* q;  // [rows, head_dim]
+        int64_t begin;  // absolute position
+        const T* keys[kSpan / kLanes + 8];  // K of each vector of positions
+        const T* values[kSpan / 8 + 1];     // V of each block
+        float scores[kHeight * kLine];
+        A weights[std::is_same_v<A, float> ? 1 : kHeight * kLine];  // floats take the place of the scores
+    };
+
+    const Attention& a;
+    const int64_t head_dim = a.head_dim;
+    const int64_t block_size = a.block_size;
+    const int64_t group = a.num_heads / a.num_kv_heads;
+    const float score_scale = a.soft_cap > 0.0f ? a.scale / a.soft_cap : a.scale;
+    QueryTile* tiles = nullptr;
+    Item* items = nullptr;
+    int64_t num_items = 0;
+    float* partials = nullptr;
+    std::atomic<int32_t>* counters = nullptr;  // per tile that is shared out and KV head: spans that are done
+
+    // --- the work, and how it is shared out ---
+
+    void run() {
+        plan();
+        parallel_for(num_items * a.num_kv_heads, [&](int64_t i) {
+            attend(items[i / a.num_kv_heads], i % a.num_kv_heads);
+        });
+    }
+
+    int64_t row_tiles(int64_t queries) const { return (queries * group + kHeight - 1) / kHeight; }
+
+    void plan() {
+        static thread_local Scratch tile_memory, item_memory, partial_memory, counter_memory;
+        const int64_t num_tokens = a.query_start_loc[a.num_reqs], shares = kItemsPerThread * num_threads();
+        const int64_t row_bytes = head_dim * static_cast<int64_t>(sizeof(A) + sizeof(float));
+        const int64_t fair_rows = std::max<int64_t>(4 * kHeight, num_tokens * a.num_heads / shares);
+        const int64_t tile_rows = std::min(kQueryTileBytes / row_bytes, fair_rows);
+        const int64_t tile_queries = std::max<int64_t>(1, tile_rows / group);
+
+        tiles = tile_memory.get<QueryTile>(num_tokens);
+        int64_t num_tiles = 0, cost = 0, most_items = 0;
+        for (int64_t request = 0; request < a.num_reqs; ++request) {
+            const int64_t start = a.query_start_loc[request], queries = a.query_start_loc[request + 1] - start;
+            const int64_t parts = (queries + tile_queries - 1) / tile_queries;
+            for (int64_t part = parts - 1; part >= 0; --part) {  // the longest work first
+                const int64_t from = queries * part / parts, to = queries * (part + 1) / parts;
+                const int64_t position = a.seq_lens[request] - queries + from;
+                const int64_t oldest = a.sliding_window > 0 ? std::max<int64_t>(0, position + 1 - a.sliding_window) : 0;
+                QueryTile& tile = tiles[num_tiles++] = {request, start + from, to - from, position, oldest / kSpan,
+                                                        (position + to - from + kSpan - 1) / kSpan, -1, 0};
+                most_items += tile.end_span - tile.first_span;
+                cost += (tile.end_span - tile.first_span) * row_tiles(tile.num_queries);
+            }
+        }
+
+        items = item_memory.get<Item>(most_items);
+        num_items = 0;
+        const int64_t share = std::max<int64_t>(1, cost * a.num_kv_heads / shares);
+        int64_t num_partials = 0, num_counters = 0;
+        for (int64_t t = 0; t < num_tiles; ++t) {
+            QueryTile& tile = tiles[t];
+            const int64_t spans = tile.end_span - tile.first_span;
+            const int64_t most = std::max<int64_t>(1, share / row_tiles(tile.num_queries));
+            const int64_t parts = num_threads() > 1 ? (spans + most - 1) / most : 1;
+            for (int64_t part = 0; part < parts; ++part)
+                items[num_items++] = {t, tile.first_span + spans * part / parts, tile.first_span + spans * (part + 1) / parts};
+            if (parts > 1) {
+                tile.partial = num_partials;
+                tile.counter = num_counters;
+                num_partials += spans * a.num_kv_heads * State::size(tile.num_queries * group, head_dim);
+                num_counters += a.num_kv_heads;
+            }
+        }
+        partials = partial_memory.get<float>(num_partials);
+        counters = counter_memory.get<std::atomic<int32_t>>(num_counters);
+        for (int64_t i = 0; i < num_counters; ++i) counters[i].store(0, std::memory_order_relaxed);
+    }
+
+    State partial(const QueryTile& tile, int64_t kv_head, int64_t span) const {
+        const int64_t rows = tile.num_queries * group, spans = tile.end_span - tile.first_span;
+        const int64_t index = kv_head * spans + span - tile.first_span;
+        return State(partials + tile.partial + index * State::size(rows, head_dim), rows, head_dim);
+    }
+
+    void attend(const Item& item, int64_t kv_head) const {
+        static thread_local Scratch query_memory, state_memory;
+        static thread_local Span span;
+        const QueryTile& tile = tiles[item.tile];
+        const int64_t rows = tile.num_queries * group;
+        A* q = query_memory.get<A>(rows * head_dim);
+        load_queries(tile, kv_head, q);
+        span.q = q;
+        State state(state_memory.get<float>(State::size(rows, head_dim)), rows, head_dim);
+        if (tile.partial < 0) {
+            state.clear(rows, head_dim);
+            for (int64_t s = item.first_span; s < item.end_span; ++s) attend(tile, kv_head, s, span, state);
+            store_result(tile, kv_head, state);
+            return;
+        }
+        for (int64_t s = item.first_span; s < item.end_span; ++s) {
+            State alone = partial(tile, kv_head, s);
+            alone.clear(rows, head_dim);
+            attend(tile, kv_head, s, span, alone);
+        }
+        const int64_t done = item.end_span - item.first_span, all = tile.end_span - tile.first_span;
+        if (counters[tile.counter + kv_head].fetch_add(static_cast<int32_t>(done), std::memory_order_acq_rel) + done < all)
+            return;
+        state.clear(rows, head_dim);
+        for (int64_t s = tile.first_span; s < tile.end_span; ++s) {
+            const State alone = partial(tile, kv_head, s);
+            for (int64_t row = 0; row < rows; ++row) {
+                if (alone.peak[row] == kMinusInfinity) continue;
+                const Factors factors = merge(state, row, alone.peak[row], alone.total[row]);
+                float* sums = state.sums + row * head_dim;
+                for (int64_t i = 0; i < head_dim; i += kLanes)
+                    V::store(sums + i, factors.merge(sums + i, V::load(alone.sums + row * head_dim + i)));
+            }
+        }
+        store_result(tile, kv_head, state);
+    }
+
+    // --- one span ---
+
+    struct Factors {
+        float before, now;
+        F merge(const float* sums, F more) const {
+            return V::fma(more, V::set(now), V::mul(V::load(sums), V::set(before)));
+        }
+    };
+    // Takes a span's maximum and sum into the state; the factors tell how to take in its weighted sum.
+    static Factors merge(State& state, int64_t row, float peak, float total) {
+        const F before = V::set(state.peak[row]), now = V::set(peak), both = V::max(before, now);
+        alignas(64) float lanes[3][kLanes];
+        const F old_factor = exp<V>(V::sub(before, both)), new_factor = exp<V>(V::sub(now, both));
+        V::store(lanes[0], old_factor);
+        V::store(lanes[1], new_factor);
+        V::store(lanes[2], V::fma(V::set(total), new_factor, V::mul(V::set(state.total[row]), old_factor)));
+        state.peak[row] = std::max(state.peak[row], peak);
+        state.total[row] = lanes[2][0];
+        return {lanes[0][0], lanes[1][0]};
+    }
+
+    void attend(const QueryTile& tile, int64_t kv_head, int64_t index, Span& span, State& state) const {
+        span.begin = index * kSpan;
+        find_blocks(tile, kv_head, span);
+        const int64_t rows = tile.num_queries * group, parts = row_tiles(tile.num_queries);
+        for (int64_t part = 0; part < parts; ++part) {
+            const int64_t from = rows * part / parts, to = rows * (part + 1) / parts;
+            attend_rows(static_cast<int>(to - from), std::make_integer_sequence<int, kHeight>(), tile, from, span, state);
+        }
+    }
+    template <int... kLess>
+    void attend_rows(int rows, std::integer_sequence<int, kLess...>, const QueryTile& tile, int64_t row, Span& span,
+                     State& state) const {
+        using Member = void (AttentionKernel::*)(const QueryTile&, int64_t, Span&, State&) const;
+        static constexpr Member table[] = {&AttentionKernel::attend_rows<kLess + 1>...};
+        (this->*table[rows - 1])(tile, row, span, state);
+    }
+
+    // Pointers to all that a tile may read of a span. Past its last position the last vector's K is read again.
+    void find_blocks(const QueryTile& tile, int64_t kv_head, Span& span) const {
+        const int64_t oldest =
+            a.sliding_window > 0 ? std::max<int64_t>(0, tile.first_position + 1 - a.sliding_window) : 0;
+        const int64_t from = std::max(span.begin, oldest) / kLanes * kLanes;
+        const int64_t to = std::min(span.begin + kSpan, tile.first_position + tile.num_queries);
+        const int32_t* table = a.block_table + tile.request * a.max_blocks;
+        const int64_t tile_size = block_size * head_dim, first_block = span.begin / block_size;
+        const T* kv = static_cast<const T*>(a.kv) + kv_head * tile_size;
+        int64_t block = from / block_size, offset = from % block_size, v = (from - span.begin) / kLanes;
+        for (int64_t position = from; position < to; ++block, offset = 0) {
+            const T* keys = kv + table[block] * a.block_stride;
+            span.values[block - first_block] = keys + a.num_kv_heads * tile_size;
+            for (; offset < block_size && position < to; offset += kLanes, position += kLanes)
+                span.keys[v++] = keys + offset * M::kStep;
+        }
+        for (int i = 0; i < 8; ++i) span.keys[v + i] = span.keys[v - 1];
+    }
+
+    // kRows rows from `row` on.
+    template <int kRows>
+    void attend_rows(const QueryTile& tile, int64_t row, Span& span, State& state) const {
+        // What each row sees of the span. Rows are in order of their positions.
+        int64_t begin[kRows], end[kRows];
+        for (int m = 0; m < kRows; ++m) {
+            const int64_t next = tile.first_position + (row + m) / group + 1 - span.begin;
+            end[m] = std::min(next, kSpan);
+            begin[m] = a.sliding_window > 0 ? std::max<int64_t>(0, next - a.sliding_window) : 0;
+        }
+        if (begin[0] >= end[kRows - 1]) return;
+        const int64_t first = begin[0] / kLanes, last = (end[kRows - 1] + kLanes - 1) / kLanes;
+        score<kRows>(span, row, first, last);
+        Factors factors[kRows];
+        bool seen[kRows];
+        for (int m = 0; m < kRows; ++m) {
+            float peak = kMinusInfinity, total = 0.0f;
+            soften(span, m, begin[m], end[m], first, last, peak, total);
+            seen[m] = end[m] > begin[m];
+            if (seen[m]) factors[m] = merge(state, row + m, peak, total);
+        }
+        // An odd last position of bf16 brings its partner along: written zeros, and its weight is 0.
+        const int64_t to = (end[kRows - 1] + M::kStep - 1) / M::kStep * M::kStep;
+        weigh<kRows, width(kRows)>(span, first * kLanes, to, 0, [&](int m, int64_t i, F sums) ROPEWAY_LAMBDA {
+            float* to_row = state.sums + (row + m) * head_dim + i;
+            if (seen[m]) V::store(to_row, factors[m].merge(to_row, sums));
+        });
+    }
+
+    template <int kRows>
+    void score(Span& span, int64_t row, int64_t first, int64_t last) const {
+        constexpr int kColumns = width(kRows);
+        const F scale = V::set(score_scale);
+        for (int64_t v = first; v < last; v += kColumns) {
+            F acc[kRows][kColumns];
+            unroll<kRows * kColumns>([&](auto i) ROPEWAY_LAMBDA { acc[i / kColumns][i % kColumns] = V::zero(); });
+            tile<V, T, kRows, kColumns, 1>(span.q + row * head_dim, head_dim, span.keys + v, block_size * M::kStep,
+                                           head_dim, acc);
+            unroll<kRows * kColumns>([&](auto i) ROPEWAY_LAMBDA {
+                V::store(span.scores + i / kColumns * kLine + (v + i % kColumns) * kLanes,
+                         V::mul(acc[i / kColumns][i % kColumns], scale));
+            });
+        }
+    }
+
+    A* weights(Span& span) const {
+        if constexpr (std::is_same_v<A, float>)
+            return span.scores;
+        else
+            return span.weights;
+    }
+
+    // Scores [begin, end) of line m become weights; the others of vectors [first, last) become 0, whatever they were.
+    void soften(Span& span, int m, int64_t begin, int64_t end, int64_t first, int64_t last, float& peak,
+                float& total) const {
+        float* scores = span.scores + m * kLine;
+        A* out = weights(span) + m * kLine;
+        const int64_t from = std::max(first, begin / kLanes), to = std::max(from, (end + kLanes - 1) / kLanes);
+        for (int64_t v = first; v < from; ++v) V::store(out + v * kLanes, V::zero());
+        for (int64_t v = to; v < last; ++v) V::store(out + v * kLanes, V::zero());
+        if (begin >= end) return;
+        if (a.soft_cap > 0.0f) {
+            const F cap = V::set(a.soft_cap);
+            for (int64_t v = from; v < to; ++v)
+                V::store(scores + v * kLanes, V::mul(cap, tanh<V>(V::load(scores + v * kLanes))));
+        }
+        const F hidden = V::set(kMinusInfinity);
+        const auto lane = [&](int64_t position) ROPEWAY_LAMBDA { return V::set(static_cast<float>(position)); };
+        float* edge = scores + from * kLanes;
+        V::store(edge, V::select_less(V::iota(), lane(begin - from * kLanes), hidden, V::load(edge)));
+        edge = scores + (to - 1) * kLanes;
+        V::store(edge, V::select_less(V::iota(), lane(end - (to - 1) * kLanes), V::load(edge), hidden));
+
+        F most = hidden;
+        for (int64_t v = from; v < to; ++v) most = V::max(V::load(scores + v * kLanes), most);
+        peak = V::max_of(most);
+        const F shift = V::set(peak);
+        F sum = V::zero();
+        for (int64_t v = from; v < to; ++v) {
+            const F weight = exp<V>(V::sub(V::load(scores + v * kLanes), shift));
+            sum = V::add(sum, weight);
+            V::store(out + v * kLanes, weight);
+        }
+        total = V::sum(sum);
+    }
+
+    // Weighted sums of V over positions [from, to) of the span, dimensions from `column` on; sink(row, dimension, sums).
+    template <int kRows, int kColumns, class Sink>
+    ROPEWAY_INLINE void weigh(Span& span, int64_t from, int64_t to, int64_t column, const Sink& sink) const {
+        const A* weight = weights(span);
+        for (; column + kColumns * kLanes <= head_dim; column += kColumns * kLanes) {
+            F acc[kRows][kColumns];
+            unroll<kRows * kColumns>([&](auto i) ROPEWAY_LAMBDA { acc[i / kColumns][i % kColumns] = V::zero(); });
+            const T* const* block = span.values + ((span.begin + from) / block_size - span.begin / block_size);
+            int64_t offset = (span.begin + from) % block_size;
+            for (int64_t position = from; position < to; ++block) {
+                const int64_t count = std::min(block_size - offset, to - position);
+                const T* values = *block + offset * head_dim + column * M::kStep;
+                tile<V, T, kRows, 1, kColumns>(weight + position, kLine, &values, head_dim * M::kStep, count, acc);
+                position += count;
+                offset = 0;
+            }
+            unroll<kRows * kColumns>([&](auto i) ROPEWAY_LAMBDA {
+                sink(i / kColumns, column + i % kColumns * kLanes, acc[i / kColumns][i % kColumns]);
+            });
+        }
+        if constexpr (kColumns > 1) {
+            if (column < head_dim) weigh<kRows, (kColumns + 1) / 2>(span, from, to, column, sink);
+        }
+    }
+
+    // --- in and out ---
+
+    void load_queries(const QueryTile& tile, int64_t kv_head, A* to) const {
+        for (int64_t query = 0; query < tile.num_queries; ++query) {
+            const int64_t from = (tile.first_token + query) * a.q_stride + kv_head * group * head_dim;
+            for (int64_t i = 0; i < group * head_dim; i += kLanes, to += kLanes) {
+                switch (static_cast<Type>(a.type)) {
+                    case Type::kF32: V::store(to, V::load(static_cast<const float*>(a.q) + from + i)); break;
+                    case Type::kBf16: V::store(to, V::load(static_cast<const bf16*>(a.q) + from + i)); break;
+                    case Type::kF16: V::store(to, V::load(static_cast<const f16*>(a.q) + from + i)); break;
+                }
+            }
+        }
+    }
+
+    void store_result(const QueryTile& tile, int64_t kv_head, const State& state) const {
+        for (int64_t row = 0; row < tile.num_queries * group; ++row) {
+            const F total = V::set(state.total[row]);
+            const int64_t head = kv_head * group + row % group;
+            const int64_t to = ((tile.first_token + row / group) * a.num_heads + head) * head_dim;
+            for (int64_t i = 0; i < head_dim; i += kLanes) {
+                const F result = V::div(V::load(state.sums + row * head_dim + i), total);
+                switch (static_cast<Type>(a.type)) {
+                    case Type::kF32: V::store(static_cast<float*>(a.out) + to + i, result); break;
+                    case Type::kBf16: V::store(static_cast<bf16*>(a.out) + to + i, result); break;
+                    case Type::kF16: V::store(static_cast<f16*>(a.out) + to + i, result); break;
+                }
+            }
+        }
+    }
+};
+
+template <class V>
+void attention(const Attention& a) {
+    switch (static_cast<Type>(a.kv_type)) {
+        case Type::kF32: return AttentionKernel<V, float>{a}.run();
+        case Type::kBf16: return AttentionKernel<V, bf16>{a}.run();
+        case Type::kF16: return AttentionKernel<V, f16>{a}.run();
+    }
+}
+
+}  // namespace
+}  // namespace ropeway
