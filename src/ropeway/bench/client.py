@@ -107,7 +107,7 @@ class HttpClient:
             if connection.is_open:
                 try:
                     return await self._exchange_on(connection, request, receiver)
-                except _StaleConnectionError:  # the server closed it just now, without having seen the request
+                except _StaleConnectionError:  # closed while it was idle, by all appearances: send it on another
                     continue
         return await self._exchange_on(await self._connect(), request, receiver)
 

@@ -259,10 +259,17 @@ def _anyscale_exp(options: DatasetOptions, prompts: _Prompts, rng: Rng) -> Itera
 
 
 def _azure(options: DatasetOptions, prompts: _Prompts, rng: Rng) -> Iterator[SampleRequest]:
-    inputs, outputs = (np.log(quantiles) for quantiles in AZURE_QUANTILES[options.dataset_name])
-    for _ in range(options.num_prompts):
-        drawn = [np.exp(np.interp(rng.random(), AZURE_PROBABILITIES, logs)) for logs in (inputs, outputs)]
-        yield _generated(options, prompts, round(drawn[0]), round(drawn[1]))
+    for input_len, output_len in azure_lengths(options.dataset_name, options.num_prompts, rng):
+        yield _generated(options, prompts, input_len, output_len)
+
+
+def azure_lengths(name: str, count: int, rng: Rng) -> list[tuple[int, int]]:
+    """Prompt and output tokens of ``count`` requests; name: azure-conv or azure-code."""
+    drawn = [
+        np.exp(np.interp(rng.random(count), AZURE_PROBABILITIES, np.log(quantiles)))
+        for quantiles in AZURE_QUANTILES[name]
+    ]
+    return [(round(input_len), round(output_len)) for input_len, output_len in zip(*drawn, strict=True)]
 
 
 def _generated(options: DatasetOptions, prompts: _Prompts, input_len: int, output_len: int) -> SampleRequest:
