@@ -13,6 +13,7 @@ from ropeway.protocol import SamplingParams
 from ropeway.worker.batch import RequestRows
 from ropeway.worker.device import CpuDevice
 from ropeway.worker.sampler import Sampled, SamplingInputs, _best, exponential_noise, noise_keys, sample
+from ropeway_kernels import cpu
 
 INF = float("inf")
 
@@ -119,7 +120,38 @@ def processed_drop(sampling: SamplingParams, prompt: list[int], outputs: list[in
     from ropeway.worker.sampler import _process
 
     logits = torch.full((1, 100), 3.0)
-    return float((logits - _process(logits, inputs_of([(sampling, prompt, outputs)], 100)))[0, token])
+    processed = _process(logits, inputs_of([(sampling, prompt, outputs)], 100))
+    assert processed is not None
+    return float((logits - processed.lines)[0, token])
+
+
+def test_only_the_rows_that_ask_for_it_are_copied():
+    from ropeway.worker.sampler import _process
+
+    logits = torch.zeros(4, 50)
+    rows = [(params(), [0], []), (params(logit_bias=((7, 1.0),)), [0], []), (params(), [0], [])]
+    rows.append((params(banned_token_ids=(3,), presence_penalty=1.0), [0], [9]))
+    processed = _process(logits, inputs_of(rows, 50))
+    assert processed is not None
+    assert processed.rows.tolist() == [1, 3]
+    assert processed.line_of.tolist() == [-1, 0, -1, 1]
+    assert _process(logits, inputs_of([(params(), [0], [])] * 4, 50)) is None
+
+
+def test_native_and_plain_argmax_choose_alike():
+    native = cpu.load()
+    if native is None:
+        pytest.skip(cpu.why_not())
+    logits = torch.randn(5, 3001, generator=torch.Generator().manual_seed(1))
+    logits[1, 17] = logits[1, 2900] = 9.0  # the first of equals
+    logits[2, 5] = float("nan")
+    logits[3] = float("-inf")
+    sampling = [params(), params(), params(), params(), params(temperature=0.7, seed=3, min_p=0.01)]
+    inputs = inputs_of([(row, [0], []) for row in sampling], 3001)
+    plain, fast = sample(logits, inputs), sample(logits, inputs, native)
+    assert plain.token_ids.tolist() == fast.token_ids.tolist()
+    assert plain.errors == fast.errors
+    assert set(plain.errors) == {2, 3}
 
 
 def test_presence_and_frequency_count_generated_tokens_only():

@@ -168,7 +168,8 @@ class NativeKernels:
         """``x @ weight.T + bias`` with float32 sums; x ``[rows, in_features]``, result ``[rows, out_features]`` in
         ``out_dtype`` (x's by default). A row's result does not depend on the other rows."""
         rows = x.shape[0]
-        assert x.shape[1] == weight.in_features and x.stride(1) == 1
+        assert x.shape[1] == weight.in_features
+        assert x.stride(1) == 1
         out = torch.empty((rows, weight.out_features), dtype=out_dtype or x.dtype)
         self._linear(
             weight.args,
@@ -314,7 +315,8 @@ class NativeKernels:
 
 
 def allocate(count: int, dtype: torch.dtype) -> Tensor:
-    """``[count]`` zeros on pages of 2 MB where the system grants them: long streams then miss fewer translations."""
+    """``[count]`` zeros on pages of 2 MB where the system grants them: long streams then miss fewer translations. Memory
+    that was never touched takes neither time nor space."""
     size = max(1, math.ceil(count * dtype.itemsize / _HUGE_PAGE)) * _HUGE_PAGE
     memory = mmap.mmap(-1, size)
     if hasattr(mmap, "MADV_HUGEPAGE"):

@@ -14,7 +14,6 @@ import math
 import time
 from typing import Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,6 +22,7 @@ from ropeway.engine.step import ModelRunnerOutput, SchedulerOutput
 from ropeway.worker.batch import RequestRows
 from ropeway.worker.device import Device
 from ropeway.worker.sampler import sample
+from ropeway_kernels.cpu import allocate
 
 
 class Model(Protocol):
@@ -54,9 +54,7 @@ def allocate_kv_cache(
     be copied or moved to another memory as one piece."""
     shape = (num_blocks, num_layers, *backend.kv_shape(num_blocks, block_size, num_kv_heads, head_dim)[1:])
     if device.type == "cpu":
-        # numpy's zeros are untouched pages: gigabytes take no time, and memory is used as blocks are.
-        size = math.prod(shape) * dtype.itemsize
-        return torch.from_numpy(np.zeros(size, dtype=np.uint8)).view(dtype).view(shape)
+        return allocate(math.prod(shape), dtype).view(shape)  # memory is used as blocks are
     return torch.zeros(shape, dtype=dtype, device=device)
 
 
@@ -100,7 +98,7 @@ class ModelRunner:
         if not batch.sampled:
             self._device.synchronize()  # so that the step's time is its own
             return
-        result = sample(logits, batch.sampling)
+        result = sample(logits, batch.sampling, self._device.native)
         self.rows.commit(batch, result.token_ids)
         for i, (row, token) in enumerate(zip(batch.sampled, result.token_ids.tolist(), strict=True)):
             if i in result.errors:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ropeway.protocol import TokenLogprobs
+from ropeway_kernels.cpu import NativeKernels
 
 _CANDIDATES = 256  # a row whose top_k, top_p and min_p leave at most this many tokens never sorts its vocabulary
 _CHUNK = 2**21  # elements; temporaries over whole vocabularies stay at a few of these
@@ -61,20 +62,25 @@ class Sampled:
     logprobs: dict[int, TokenLogprobs]  # row -> of the raw distribution
 
 
-def sample(logits: Tensor, inputs: SamplingInputs) -> Sampled:
-    """Choose one token per row. logits ``[num_rows, vocab]`` float32, not changed.
+def sample(logits: Tensor, inputs: SamplingInputs, native: NativeKernels | None = None) -> Sampled:
+    """Choose one token per row. logits ``[num_rows, vocab]`` float32, not changed. native: kernels for their device.
 
     Order: allowed and banned ids (with end tokens below min_tokens), logit_bias, penalties (repetition, frequency,
     presence), then greedy or temperature, top_k, top_p (of what top_k left), min_p (relative to the best token), noise.
     Log-probabilities are taken of the logits as they came.
     """
     processed = _process(logits, inputs)
-    best, token_ids = processed.max(dim=-1)  # NaN if the row has one
+    best, token_ids = _argmax(logits, native)  # NaN if the row has one
+    if processed is not None:
+        best[processed.rows], token_ids[processed.rows] = _argmax(processed.lines, native)
     failed = ~torch.isfinite(best)
     any_failed = bool(failed.any())
     if inputs.random_rows is not None and inputs.temperature is not None:
         rows = inputs.random_rows
-        scores, peak = processed.index_select(0, rows), best[rows]
+        scores, peak = logits.index_select(0, rows), best[rows]
+        if processed is not None:
+            changed = (processed.line_of[rows] >= 0).nonzero().flatten()
+            scores[changed] = processed.lines[processed.line_of[rows[changed]]]
         if any_failed:  # such a row gets harmless logits, so that nothing below can meet a NaN
             scores.masked_fill_(failed[rows, None], 0.0)
             peak.masked_fill_(failed[rows], 0.0)
@@ -93,39 +99,65 @@ def sample(logits: Tensor, inputs: SamplingInputs) -> Sampled:
     return Sampled(token_ids, errors, _logprobs(logits, token_ids, wanted) if wanted else {})
 
 
+def _argmax(logits: Tensor, native: NativeKernels | None) -> tuple[Tensor, Tensor]:
+    """Greatest value and its first index in each row; NaN where the row has one."""
+    if native is not None:
+        return native.argmax(logits)
+    best, token_ids = logits.max(dim=-1)
+    return best, token_ids
+
+
 # --- logits processing ------------------------------------------------------------------------------------------------
 
 
-def _process(logits: Tensor, inputs: SamplingInputs) -> Tensor:
-    """The logits after masks, bias and penalties; the argument itself if there are none."""
-    if not inputs.allowed and inputs.banned is None and inputs.bias is None and inputs.penalties is None:
-        return logits
-    logits = logits.clone()
+@dataclass(slots=True)
+class _Processed:
+    """Copies of the rows that masks, bias or penalties change; the others are read where they lie."""
+
+    rows: Tensor  # [n] int64
+    lines: Tensor  # [n, vocab]
+    line_of: Tensor  # [num_rows] int64; index into lines, -1 for a row that is not there
+
+
+def _process(logits: Tensor, inputs: SamplingInputs) -> _Processed | None:
+    """None if no row is to be changed."""
+    parts = [torch.tensor([row for row, _ in inputs.allowed], dtype=torch.int64, device=logits.device)]
+    parts += [inputs.banned[0]] if inputs.banned is not None else []
+    parts += [inputs.bias[0]] if inputs.bias is not None else []
+    parts += [inputs.penalties.rows] if inputs.penalties is not None else []
+    if len(parts) == 1 and not inputs.allowed:
+        return None
+    rows = torch.cat(parts).unique()
+    lines = logits.index_select(0, rows)
+    line_of = torch.full((logits.shape[0],), -1, device=logits.device)
+    line_of[rows] = torch.arange(len(rows), device=logits.device)
     for row, ids in inputs.allowed:
-        kept = logits[row, ids]
-        logits[row] = _NEGATIVE_INFINITY
-        logits[row, ids] = kept
+        line = lines[line_of[row]]
+        kept = line[ids]
+        line.fill_(_NEGATIVE_INFINITY)
+        line[ids] = kept
     if inputs.banned is not None:
-        rows, ids = inputs.banned
-        logits[rows, ids] = _NEGATIVE_INFINITY
+        changed, ids = inputs.banned
+        lines[line_of[changed], ids] = _NEGATIVE_INFINITY
     if inputs.bias is not None:
-        rows, ids, values = inputs.bias
-        logits.index_put_((rows, ids), values, accumulate=True)
+        changed, ids, values = inputs.bias
+        lines.index_put_((line_of[changed], ids), values, accumulate=True)
     if inputs.penalties is not None:
-        _penalise(logits, inputs.penalties)
-    return logits
+        _penalise(lines, line_of[inputs.penalties.rows], inputs.penalties)
+    return _Processed(rows, lines, line_of)
 
 
-def _penalise(logits: Tensor, penalties: Penalties) -> None:
+def _penalise(lines: Tensor, which: Tensor, penalties: Penalties) -> None:
+    """In place; ``which`` ``[n]``: the lines that the penalties are for."""
     counts = penalties.output_counts.index_select(0, penalties.slots)  # [n, vocab]
     generated = counts > 0
     seen = penalties.in_prompt.index_select(0, penalties.slots).logical_or_(generated)
-    lines = logits.index_select(0, penalties.rows)
-    repeated = torch.where(lines > 0, lines / penalties.repetition, lines * penalties.repetition)
-    lines = torch.where(seen, repeated, lines)
-    lines -= penalties.frequency * counts
-    lines -= penalties.presence * generated
-    logits[penalties.rows] = lines
+    penalised = lines.index_select(0, which)
+    repeated = torch.where(penalised > 0, penalised / penalties.repetition, penalised * penalties.repetition)
+    penalised = torch.where(seen, repeated, penalised)
+    penalised -= penalties.frequency * counts
+    penalised -= penalties.presence * generated
+    lines[which] = penalised
 
 
 # --- random choice ----------------------------------------------------------------------------------------------------
