@@ -8,6 +8,7 @@ import socket
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
+import orjson
 import pytest
 from bench_fakes import (
     CLOSE,
@@ -20,6 +21,7 @@ from bench_fakes import (
     plain,
 )
 
+import ropeway.bench.client
 from ropeway.bench.client import EventStream, HttpClient
 from ropeway.bench.report import RequestOutcome
 from ropeway.errors import ConfigError
@@ -95,6 +97,43 @@ def test_a_token_without_text_is_a_token() -> None:
     assert len(fed([(b"".join(events), 1.0)]).token_times) == 3
 
 
+@pytest.mark.parametrize("make", [completion_events, chat_events])
+def test_events_alike_are_parsed_once(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    parsed: list[bytes] = []
+
+    class Spy:
+        dumps = staticmethod(orjson.dumps)
+
+        @staticmethod
+        def loads(data: bytes) -> Any:
+            parsed.append(data)
+            return orjson.loads(data)
+
+    monkeypatch.setattr(ropeway.bench.client, "orjson", Spy)
+    texts = [" word", ' "quoted"', "\n\\ and é😀", "text", "", "x" * 300, " word", "content", "end"]
+    for text in texts:
+        events = make([text, *texts], usage=(3, 10))
+        outcome = fed([(data, float(index)) for index, data in enumerate(events)])
+        assert (outcome.text, outcome.output_len) == (text + "".join(texts), 10)
+        first = 0 if make is completion_events else 1
+        assert outcome.token_times == [float(first + index) for index in range(10)]
+    parsed.clear()
+    events = make([" word"] * 50, usage=(3, 50))
+    assert len(fed([(b"".join(events), 1.0)]).token_times) == 50
+    assert len(parsed) <= 4  # the first, role, reason and usage
+
+
+def test_what_only_looks_alike_is_parsed() -> None:
+    """A second string between the learnt ends; a changed field; a reason."""
+
+    def one(text: str, reason: str | None = None, **more: Any) -> bytes:
+        return event({"id": 1, "choices": [{"text": text, **more, "finish_reason": reason}]})
+
+    events = [one("a"), one("b", note="c"), one("d"), one("e", "stop"), event(b"[DONE]")]
+    outcome = fed([(data, float(index)) for index, data in enumerate(events)])
+    assert (outcome.text, outcome.token_times, outcome.error) == ("abde", [0.0, 1.0, 2.0, 3.0], "")
+
+
 def test_an_answer_without_any_text_has_the_time_of_its_end() -> None:
     events = completion_events([""], usage=(3, 1))
     outcome = fed([(events[0], 4.0), (b"".join(events[1:]), 5.0)])
@@ -109,6 +148,10 @@ def test_an_answer_without_any_text_has_the_time_of_its_end() -> None:
         (b"".join(completion_events(["a"])[:-1]).replace(b'"length"', b"null"), "the stream ended before the answer"),
         (event(b"[DONE]"), "the answer is empty"),
         (event(b"{not json"), "an event is not what the API promises"),
+        (
+            b"".join(completion_events(["a", "b", "c"])).replace(b'"b"', b'"\\x"'),
+            "an event is not what the API promises",
+        ),
         (event(b"[1]"), "an event is not what the API promises"),
         (b"", "the stream ended before the answer"),
     ],
