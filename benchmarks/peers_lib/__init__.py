@@ -1,0 +1,1 @@
+"""The parts of benchmarks/peers.py: environments and converted weights, the systems themselves, the load, the report."""
