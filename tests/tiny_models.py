@@ -12,7 +12,8 @@ import torch
 import transformers
 from torch import Tensor
 
-from ropeway.attention.base import AttentionMetadata
+from ropeway.attention.base import AttentionBackend, AttentionMetadata
+from ropeway.attention.cpu import CpuAttention
 from ropeway.attention.torch_ref import TorchAttention
 from ropeway.model.decoder import Decoder
 from ropeway.model.loader import load_model
@@ -72,6 +73,7 @@ def edit_config(folder: Path, *, drop: tuple[str, ...] = (), **changes: Any) -> 
 
 
 def load(folder: Path, *, max_model_len: int = 0, dtype: torch.dtype = torch.float32, **options: Any) -> Decoder:
+    """``native=`` gives the kernels to run on; without it, torch."""
     config = parse_config(json.loads((folder / "config.json").read_text()), max_model_len)
     values: dict[str, Any] = {"load_format": "auto", "seed": 0, "group": SINGLE} | options
     return load_model(folder, config, dtype=dtype, device=torch.device("cpu"), **values)
@@ -99,19 +101,28 @@ def reference_answer(model: Any, prompt: list[int], steps: int) -> Answer:
     return Answer(out.sequences[0, len(prompt) :].tolist(), torch.cat(out.logits))
 
 
+def backend_of(decoder: Decoder, block_size: int) -> AttentionBackend:
+    """Attention by the kernels that the decoder's layers run on."""
+    native = decoder.native
+    if native is not None and CpuAttention.supports(native, block_size, decoder.config.head_dim):
+        return CpuAttention(native, block_size)
+    return TorchAttention(block_size)
+
+
 @torch.inference_mode()
 def paged_answers(
     decoder: Decoder,
     prompts: list[list[int]],
     steps: int,
     *,
-    block_size: int = 4,
+    block_size: int | None = None,
     chunk: int = 7,
     group: ProcessGroup = SINGLE,
 ) -> list[Answer]:
     """Greedy continuation of all prompts in one ragged batch: prompts in chunks, each row decoding as soon as it can."""
     config = decoder.config
-    backend = TorchAttention(block_size)
+    block_size = block_size or (8 if decoder.native else 4)
+    backend = backend_of(decoder, block_size)
     blocks_per_row = -(-(max(map(len, prompts)) + steps) // block_size)
     num_blocks = 1 + blocks_per_row * len(prompts)
     order = torch.randperm(num_blocks - 1, generator=torch.Generator().manual_seed(5)) + 1

@@ -14,6 +14,8 @@ from transformers.models.gemma3 import modeling_gemma3
 
 from ropeway.model.loader import load_model
 from ropeway.model.parallel import SINGLE
+from ropeway_kernels import cpu
+from ropeway_kernels.cpu import NativeKernels
 from tiny_models import edit_config, load, paged_answers, random_prompts, reference_answer, save_checkpoint, tiny
 
 LLAMA3 = {
@@ -95,9 +97,14 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 def one_thread() -> Iterator[None]:
     """These models are so small that a second thread only waits, and on a busy machine waits long."""
     before = torch.get_num_threads()
+    kernels = cpu.load()
     torch.set_num_threads(1)
+    if kernels:
+        kernels.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+    if kernels:
+        kernels.set_num_threads(before)
 
 
 def assert_same_answers(model: Any, decoder: Any, lengths: tuple[int, ...] = (1, 9, 30), steps: int = 24) -> None:
@@ -111,28 +118,32 @@ def assert_same_answers(model: Any, decoder: Any, lengths: tuple[int, ...] = (1,
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_variant_equals_reference(variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variant_equals_reference(
+    variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, native: NativeKernels | None
+) -> None:
     architecture, changes = VARIANTS[variant]
     if cap := changes.get("attn_logit_softcapping"):
         # The reference reads this setting and then leaves it out of its call; the formula itself is there.
         capped = functools.partial(modeling_gemma3.eager_attention_forward, softcap=cap)
         monkeypatch.setattr(modeling_gemma3, "eager_attention_forward", capped)
     model = save_checkpoint(tmp_path, tiny(architecture, **changes))
-    assert_same_answers(model, load(tmp_path))
+    assert_same_answers(model, load(tmp_path, native=native))
 
 
 @pytest.mark.parametrize(("lengths", "steps", "max_model_len"), [((1, 9, 20), 12, 0), ((33, 40), 24, 100)])
-def test_longrope_short_and_long(lengths: tuple[int, ...], steps: int, max_model_len: int, tmp_path: Path) -> None:
+def test_longrope_short_and_long(
+    lengths: tuple[int, ...], steps: int, max_model_len: int, tmp_path: Path, native: NativeKernels | None
+) -> None:
     """Served within the original length the short factors hold, beyond it the long ones, both as the reference's."""
     rope = {"rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 0.75, **LONG_SHORT}
     config = tiny("Phi3ForCausalLM", rope_parameters=rope, original_max_position_embeddings=32)
     model = save_checkpoint(tmp_path, config)
-    decoder = load(tmp_path, max_model_len=max_model_len)
+    decoder = load(tmp_path, max_model_len=max_model_len, native=native)
     assert decoder.config.max_position_embeddings == (256 if max_model_len else 32)
     assert_same_answers(model, decoder, lengths, steps)
 
 
-def test_language_model_of_gemma3_with_vision(tmp_path: Path) -> None:
+def test_language_model_of_gemma3_with_vision(tmp_path: Path, native: NativeKernels | None) -> None:
     vision = {
         "hidden_size": 16,
         "intermediate_size": 16,
@@ -151,7 +162,7 @@ def test_language_model_of_gemma3_with_vision(tmp_path: Path) -> None:
         architectures=["Gemma3ForConditionalGeneration"],
     )
     model = save_checkpoint(tmp_path, config)
-    assert_same_answers(model, load(tmp_path))
+    assert_same_answers(model, load(tmp_path, native=native))
 
 
 WRONG = {
@@ -165,22 +176,29 @@ WRONG = {
 
 
 @pytest.mark.parametrize("fault", WRONG)
-def test_a_wrong_flag_is_noticed(fault: str, tmp_path: Path) -> None:
+def test_a_wrong_flag_is_noticed(fault: str, tmp_path: Path, native: NativeKernels | None) -> None:
     """The comparison above has teeth: one flag off moves the logits by far more than its tolerance."""
     save_checkpoint(tmp_path, tiny("Gemma3ForCausalLM", **GEMMA))
-    decoder = load(tmp_path)
+    decoder = load(tmp_path, native=native)
     prompts = random_prompts(30)
     right = paged_answers(decoder, prompts, 1)[0].logits
     config = dataclasses.replace(decoder.config, **WRONG[fault](decoder.config))
     other = load_model(
-        tmp_path, config, dtype=torch.float32, device=torch.device("cpu"), load_format="auto", seed=0, group=SINGLE
+        tmp_path,
+        config,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        load_format="auto",
+        seed=0,
+        group=SINGLE,
+        native=native,
     )
     assert (paged_answers(other, prompts, 1)[0].logits - right).abs().max() > 1e-2
 
 
-def test_chunks_and_neighbours_do_not_matter(tmp_path: Path) -> None:
+def test_chunks_and_neighbours_do_not_matter(tmp_path: Path, native: NativeKernels | None) -> None:
     save_checkpoint(tmp_path, tiny("Qwen3ForCausalLM", head_dim=16, **SLIDING))
-    decoder = load(tmp_path)
+    decoder = load(tmp_path, native=native)
     prompts = random_prompts(3, 25, 14)
     together = paged_answers(decoder, prompts, 12, chunk=5)
     for prompt, answer in zip(prompts, together, strict=True):
@@ -190,10 +208,10 @@ def test_chunks_and_neighbours_do_not_matter(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_is_close(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_half_precision_is_close(dtype: torch.dtype, tmp_path: Path, native: NativeKernels | None) -> None:
     """Rounding differs in places from the reference, so tokens may; the first logits must not be far off."""
     model = save_checkpoint(tmp_path, tiny("Gemma3ForCausalLM", **GEMMA)).to(dtype)
-    decoder = load(tmp_path, dtype=dtype)
+    decoder = load(tmp_path, dtype=dtype, native=native)
     (prompt,) = random_prompts(20)
     ours = paged_answers(decoder, [prompt], 1)[0].logits
     assert ours.dtype == torch.float32
@@ -244,12 +262,12 @@ OLD_SPELLINGS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", OLD_SPELLINGS)
-def test_old_config_spelling_is_equal(name: str, tmp_path: Path) -> None:
+def test_old_config_spelling_is_equal(name: str, tmp_path: Path, native: NativeKernels | None) -> None:
     architecture, new, old = OLD_SPELLINGS[name]
     model = save_checkpoint(tmp_path, tiny(architecture, **new))
-    modern = load(tmp_path).config
+    modern = load(tmp_path, native=native).config
     drop = ("rope_parameters", "dtype", *(("layer_types",) if "sliding_window_pattern" in old else ()))
     edit_config(tmp_path, drop=drop, **{"torch_dtype": "float32"} | old)
-    decoder = load(tmp_path)
+    decoder = load(tmp_path, native=native)
     assert decoder.config == modern
     assert_same_answers(model, decoder, lengths=(12,))

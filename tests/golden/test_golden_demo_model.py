@@ -7,6 +7,7 @@ import torch
 import transformers
 
 from ropeway.hub import resolve_model
+from ropeway_kernels.cpu import NativeKernels
 from tiny_models import load, paged_answers, reference_answer
 
 PROMPTS = ["The capital of France is", "def fibonacci(n):\n    ", "<|im_start|>user\nWhat is 2 + 2?<|im_end|>\n"]
@@ -14,12 +15,12 @@ STEPS = 24
 
 
 @pytest.mark.real_model
-def test_demo_model_equals_reference() -> None:
+def test_demo_model_equals_reference(native: NativeKernels | None) -> None:
     folder = resolve_model("")
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     prompts = [tokenizer(text)["input_ids"] for text in PROMPTS]
-    ours = paged_answers(load(folder), prompts, STEPS, block_size=16, chunk=8)
+    ours = paged_answers(load(folder, native=native), prompts, STEPS, block_size=16, chunk=8)
     for prompt, mine in zip(prompts, ours, strict=True):
         theirs = reference_answer(model, prompt, STEPS)
         assert mine.tokens == theirs.tokens

@@ -155,6 +155,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         self.dtype = place.dtype
+        self.native = place.native
         self.embedding = VocabParallelEmbedding(config.vocab_size, config.hidden_size, place=place)
         self.layers = nn.ModuleList(DecoderLayer(config, index, place) for index in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, plus_one=config.gemma_norms, place=place)

@@ -21,6 +21,8 @@ from ropeway.errors import ConfigError
 from ropeway.protocol import SamplingParams
 
 if TYPE_CHECKING:
+    from ropeway.attention.base import AttentionBackend
+    from ropeway.worker.device import Device
     from ropeway.worker.runner import ModelRunner
 
 logger = logging.getLogger(__name__)
@@ -43,7 +45,6 @@ class LocalExecutor:
         config = self._config
         seconds: dict[str, float] = {}
         with _phase(seconds, "import"):
-            from ropeway.attention.torch_ref import TorchAttention
             from ropeway.model.loader import load_model
             from ropeway.model.parallel import SINGLE
             from ropeway.model.registry import parse_config
@@ -69,6 +70,7 @@ class LocalExecutor:
                 load_format=config.model.load_format,
                 seed=config.model.seed,
                 group=SINGLE,
+                native=device.native,
             )
         with _phase(seconds, "kv"):
             block_size = config.cache.block_size
@@ -81,7 +83,7 @@ class LocalExecutor:
                 max_model_len=max_model_len,
             )
             max_model_len = memory.clip_to_pool(max_model_len, num_blocks, block_size)
-            backend = TorchAttention(block_size)
+            backend = _attention_backend(config.device.attention_backend, device, block_size, model_config.head_dim)
             kv_cache = allocate_kv_cache(
                 backend,
                 num_blocks=num_blocks,
@@ -167,6 +169,26 @@ class LocalExecutor:
                 plan.added = [new] if step == 0 else []
                 self.submit(plan).result()
         self.submit(SchedulerOutput(-1, removed=[_WARM_UP_ID])).result()
+
+
+def _attention_backend(wanted: str, device: Device, block_size: int, head_dim: int) -> AttentionBackend:
+    """Raises ConfigError if ``wanted`` names one that cannot do this."""
+    from ropeway.attention.torch_ref import TorchAttention
+
+    try:
+        from ropeway.attention.cpu import CpuAttention
+    except ImportError:
+        return TorchAttention(block_size)
+
+    if wanted != "torch":
+        if device.native is not None and CpuAttention.supports(device.native, block_size, head_dim):
+            return CpuAttention(device.native, block_size)
+        if wanted == "cpu":
+            raise ConfigError(
+                f"--attention-backend cpu: there are no native kernels here for blocks of {block_size} tokens and heads "
+                f"of {head_dim} dimensions"
+            )
+    return TorchAttention(block_size)
 
 
 @contextmanager
