@@ -10,6 +10,8 @@ elements are arranged in tiles; `pack_kv_tiles` and `unpack_kv_tiles` say how.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -80,12 +82,17 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     x ``[num_tokens, num_heads, head_dim]``; cos and sin ``[num_tokens, rotary_dim / 2]``. In float64, rounded once.
     """
     half = cos.shape[1]
-    first, second, rest = x.double().split([half, half, x.shape[2] - 2 * half], dim=-1)
+    wide = x.double()
+    first, second, rest = wide[..., :half], wide[..., half : 2 * half], wide[..., 2 * half :]
     cos, sin = cos.double()[:, None], sin.double()[:, None]
     return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1).to(x.dtype)
 
 
-GATES = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")}
+GATES: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+}
 
 
 def gated(x: Tensor, kind: str) -> Tensor:

@@ -19,7 +19,7 @@
 namespace ropeway {
 namespace {
 
-constexpr int64_t kGrain = 16384;  // simple operations on elements that are worth waking a thread for
+constexpr int64_t kGrain = 8192;  // simple operations on elements that are worth waking a thread for: about 5 us
 
 // Calls body(begin, end) on pieces of [0, items). `cost`: of one item, in simple operations on elements. Little work
 // stays on the calling thread, because handing it out takes as long.
@@ -223,7 +223,7 @@ struct RopeKvKernel {
     static void call(const RopeKv& args) {
         const RopeKvKernel kernel{args};
         constexpr int64_t kTokens = 64;  // whose tiles of one head are written before the next head's
-        parallel_ranges(args.num_tokens, 2 * kernel.row, [&](int64_t begin, int64_t end) {
+        parallel_ranges(args.num_tokens, kernel.row, [&](int64_t begin, int64_t end) {
             for (int64_t token = begin; token < end; token += kTokens) kernel.run(token, std::min(end, token + kTokens));
         });
     }
@@ -280,9 +280,9 @@ ROPEWAY_INLINE typename V::F gate(typename V::F x) {
 
 template <class V, class T, Gate kGate>
 void gated_rows(const T* x, T* out, int64_t rows, int64_t size) {
-    constexpr int64_t kColumns = 4096;  // a row that is longer may be shared
+    constexpr int64_t kColumns = 2048;  // a row that is longer may be shared
     const int64_t parts = (size + kColumns - 1) / kColumns;
-    parallel_ranges(rows * parts, 4 * std::min(size, kColumns), [&](int64_t begin, int64_t end) {
+    parallel_ranges(rows * parts, 2 * std::min(size, kColumns), [&](int64_t begin, int64_t end) {
         for (int64_t item = begin; item < end; ++item) {
             const int64_t column = item % parts * kColumns;
             const T* first = x + item / parts * 2 * size + column;
@@ -370,10 +370,10 @@ Greatest greatest_of(const float* x, int64_t begin, int64_t end) {
 template <class V>
 void argmax(const float* x, int64_t rows, int64_t size, int64_t stride, float* value, int64_t* index) {
     static thread_local Scratch scratch;
-    constexpr int64_t kColumns = 32768;  // a row that is longer may be shared
+    constexpr int64_t kColumns = 16384;  // a row that is longer may be shared
     const int64_t parts = (size + kColumns - 1) / kColumns;
     Greatest* found = scratch.get<Greatest>(rows * parts);
-    parallel_ranges(rows * parts, std::min(size, kColumns) / 2, [&](int64_t begin, int64_t end) {
+    parallel_ranges(rows * parts, std::min(size, kColumns) / 4, [&](int64_t begin, int64_t end) {
         for (int64_t item = begin; item < end; ++item) {
             const int64_t column = item % parts * kColumns;
             found[item] = greatest_of<V>(x + item / parts * stride, column, std::min(size, column + kColumns));
