@@ -7,7 +7,7 @@
 
 #include <limits>
 
-#include "types.h"
+#include "tile.h"  // ROPEWAY_INLINE
 
 namespace ropeway {
 namespace {
@@ -15,7 +15,7 @@ namespace {
 // e^x within 1.5 ulp. Exactly 0 below about -87.3 (where results would be denormal, and for -infinity), infinity above
 // 88.37, NaN for NaN.
 template <class V>
-typename V::F exp(typename V::F x) {
+ROPEWAY_INLINE typename V::F exp(typename V::F x) {
     using F = typename V::F;
     const F low = V::set(-87.33654f), high = V::set(88.37f);
     // Of two operands of which one is NaN, min and max give the second.
@@ -36,7 +36,7 @@ typename V::F exp(typename V::F x) {
 
 // tanh(x) within 2 ulp; NaN for NaN.
 template <class V>
-typename V::F tanh(typename V::F x) {
+ROPEWAY_INLINE typename V::F tanh(typename V::F x) {
     using F = typename V::F;
     const F one = V::set(1.0f);
     const F magnitude = V::min(V::set(10.0f), V::sign_of(x, V::zero()));  // the tanh of 10 is 1 in single precision
