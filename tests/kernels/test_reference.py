@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.nn.functional as F
 
@@ -16,6 +17,20 @@ def test_write_kv_puts_each_token_in_its_slot():
     assert torch.equal(cache[1, 1, :, 2], v[0])
     assert torch.equal(cache[2, 0, :, 1], k[1])
     assert int((cache != 0).sum()) == 4 * 2 * 8
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_tiles_hold_each_element_where_the_native_kernels_look_for_it(dtype: torch.dtype):
+    block_size, head_dim = 8, 16
+    cache = torch.randn(3, 2, 2, block_size, head_dim).to(dtype)
+    tiles = reference.pack_kv_tiles(cache)
+    assert torch.equal(reference.unpack_kv_tiles(tiles), cache)
+    step = 2 if dtype == torch.bfloat16 else 1
+    k, v = tiles[1, 0, 1].flatten(), tiles[1, 1, 1].flatten()
+    for position in range(block_size):
+        for d in range(head_dim):
+            assert k[(d // step * block_size + position) * step + d % step] == cache[1, 0, 1, position, d]
+            assert v[(position // step * head_dim + d) * step + position % step] == cache[1, 1, 1, position, d]
 
 
 def test_paged_attention_equals_dense_attention_with_an_explicit_mask():
