@@ -123,6 +123,9 @@ class NativeKernels:
         }.items():
             function = getattr(library, f"ropeway_{name}")
             function.argtypes, function.restype = arguments, None
+        for name, arguments in {"peak": (n,), "read_rate": (p, n)}.items():
+            function = getattr(library, f"ropeway_{name}")
+            function.argtypes, function.restype = arguments, ctypes.c_double
         self._linear = library.ropeway_linear
         self._rms_norm = library.ropeway_rms_norm
         self._gated = library.ropeway_gated
@@ -312,6 +315,17 @@ class NativeKernels:
             logits.data_ptr(), rows, size, logits.stride(0), values.data_ptr(), indices.data_ptr()
         )
         return values, indices
+
+    # --- what the machine gives, for benchmarks ---
+
+    def peak(self, iterations: int = 10_000_000) -> float:
+        """Operations per second, two per multiply-add: of bf16 pairs where the processor multiplies those, of float32
+        where bf16 is widened first. One sample; takes a fraction of a second."""
+        return float(self._library.ropeway_peak(iterations))
+
+    def read_rate(self, memory: Tensor) -> float:
+        """Bytes per second of reading ``memory`` (from 1 MB up, contiguous) once with all threads."""
+        return float(self._library.ropeway_read_rate(memory.data_ptr(), memory.numel() * memory.element_size()))
 
 
 def allocate(count: int, dtype: torch.dtype) -> Tensor:

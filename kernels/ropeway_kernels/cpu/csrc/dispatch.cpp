@@ -131,4 +131,8 @@ EXPORT void ropeway_argmax(const float* x, int64_t rows, int64_t size, int64_t s
     chain[0]->argmax(x, rows, size, stride, value, index);
 }
 
+EXPORT double ropeway_peak(int64_t iterations) { return chain[0]->peak(iterations); }
+
+EXPORT double ropeway_read_rate(const void* memory, int64_t size) { return chain[0]->read_rate(memory, size); }
+
 }  // namespace ropeway

@@ -4,6 +4,7 @@
 #include "attention.h"
 #include "elementwise.h"
 #include "linear.h"
+#include "probe.h"
 
 namespace ropeway {
 namespace {
@@ -11,7 +12,7 @@ namespace {
 template <class V>
 constexpr Kernels make_table(const char* name) {
     return {name,         V::kLanes,    V::kLanes * V::kPanelVectors, &linear<V>, &attention<V>, &rope_kv<V>,
-            &rms_norm<V>, &gated<V>, &argmax<V>};
+            &rms_norm<V>, &gated<V>, &argmax<V>, &peak<V>, &read_rate<V>};
 }
 
 }  // namespace

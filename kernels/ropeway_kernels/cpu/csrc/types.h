@@ -95,6 +95,9 @@ struct Kernels {
     void (*gated)(const void* x, void* out, Type type, int64_t rows, int64_t size, Gate gate);
     // Per row the greatest value and its first index; a row with a NaN gives NaN.
     void (*argmax)(const float* x, int64_t rows, int64_t size, int64_t stride, float* value, int64_t* index);
+    // For benchmarks: operations per second of the multiply-add units; bytes per second read from memory.
+    double (*peak)(int64_t iterations);
+    double (*read_rate)(const void* memory, int64_t size);
 };
 
 // The sets that this build holds; null where the processor family is another.
