@@ -57,6 +57,13 @@ def test_any_ids_join_to_the_whole_decode(kind: str, data: st.DataObject) -> Non
     whole = tokenizer.decode(ids, skip)
     found = pieces(tokenizer, ids, skip)
     assert "".join(found) == whole
+    cut = data.draw(st.integers(0, len(ids)))
+    detokenizer = make_detokenizer(tokenizer, (), skip)
+    assert [detokenizer.extend(part) for part in (ids[:cut], ids[cut:], ())] == [
+        "".join(found[:cut]),
+        "".join(found[cut:-1]),
+        "",
+    ]
     sent = ""
     for piece in found:  # in particular, U+FFFD is sent only where the whole has it
         sent += piece

@@ -390,11 +390,12 @@ def test_counts_and_times() -> None:
     assert stream.first_token_time is None
     stream.feed(TokenDelta([2]), 2.0)
     delta = stream.feed(TokenDelta([3, 5]), 3.0)
-    assert delta.logprobs is None
-    assert delta.token_texts == ["b", "ab"]
+    assert delta == TextDelta("bab", [3, 5])
     assert (stream.num_prompt_tokens, stream.num_output_tokens, stream.num_cached_tokens) == (3, 3, 2)
     assert (stream.first_scheduled, stream.first_token_time, stream.last_token_time) == (0.5, 2.0, 3.0)
     assert not stream.finished
+    delta = stream.feed(TokenDelta([3, 5], logprobs=[logprob(3), logprob(5)]), 4.0)
+    assert (delta.text, delta.token_texts) == ("bab", ["b", "ab"])
 
 
 def test_empty_and_repeated_stop_strings() -> None:

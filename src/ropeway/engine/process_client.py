@@ -19,7 +19,6 @@ import queue
 import signal
 import threading
 import time
-from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import Protocol
 
@@ -173,28 +172,67 @@ class _LiveRequest:
 
     ``request`` (prompt and parameters) with ``output_token_ids`` (all that the engine has sent) is what resuming it on a
     new engine needs: ``AddRequest.output_token_ids``.
+
+    A delta that nobody has taken when the next one comes is late: its reader is behind the engine, or waits for a slow
+    client. The two become one, so a reader that is late catches up at the price of one delta, and the queue stays short
+    however slow it is. The first delta is never joined with others, and nothing ever waits to be joined.
     """
 
-    __slots__ = ("_arrived", "_pending", "output_token_ids", "request")
+    __slots__ = ("_first_is_taken", "_pending", "_waiter", "output_token_ids", "request")
 
     def __init__(self, request: AddRequest) -> None:
         self.request = request
         self.output_token_ids = list(request.output_token_ids)
-        self._pending: deque[TokenDelta | EngineDeadError] = deque()
-        self._arrived = asyncio.Event()
+        self._pending: list[TokenDelta | EngineDeadError] = []  # at most the first delta, one more, and an error
+        self._first_is_taken = False
+        self._waiter: asyncio.Future[None] | None = None
 
     def put(self, item: TokenDelta | EngineDeadError) -> None:
-        self._pending.append(item)
-        self._arrived.set()
+        pending = self._pending
+        if len(pending) > (not self._first_is_taken) and isinstance(item, TokenDelta):
+            late = pending[-1]
+            assert isinstance(late, TokenDelta), "an engine that is dead says nothing more"
+            _join(late, item)
+            return
+        pending.append(item)
+        if self._waiter is not None:
+            if not self._waiter.done():
+                self._waiter.set_result(None)
+            self._waiter = None
 
-    async def get(self) -> TokenDelta:
-        while not self._pending:
-            self._arrived.clear()
-            await self._arrived.wait()
-        item = self._pending.popleft()
+    def arrival(self) -> asyncio.Future[None] | None:
+        """To be awaited before `take`, if there is nothing to take yet. For one task at a time."""
+        if self._pending:
+            return None
+        self._waiter = asyncio.get_running_loop().create_future()
+        return self._waiter
+
+    def take(self) -> TokenDelta:
+        self._first_is_taken = True
+        item = self._pending.pop(0)
         if isinstance(item, EngineDeadError):
             raise item
         return item
+
+
+def _join(late: TokenDelta, delta: TokenDelta) -> None:
+    """Add to ``late`` what came after it."""
+    late.token_ids += delta.token_ids
+    if delta.logprobs is not None:
+        late.logprobs = [*(late.logprobs or ()), *delta.logprobs]
+    late.finish_reason, late.stop_reason, late.error = delta.finish_reason, delta.stop_reason, delta.error
+
+
+def _detailed(outputs: StepOutputs, request_id: int, token_ids: list[int]) -> TokenDelta:
+    return TokenDelta(
+        token_ids,
+        outputs.finished.get(request_id),
+        outputs.stop_reasons.get(request_id),
+        outputs.logprobs.get(request_id),
+        outputs.cached_tokens.get(request_id),
+        outputs.first_scheduled.get(request_id),
+        outputs.errors.get(request_id),
+    )
 
 
 class _SupervisedClient:
@@ -248,7 +286,9 @@ class _SupervisedClient:
         self._send(request)
         try:
             while True:
-                delta = await live.get()
+                if (arrival := live.arrival()) is not None:
+                    await arrival
+                delta = live.take()
                 yield delta
                 if delta.finish_reason is not None:
                     return
@@ -347,28 +387,25 @@ class _SupervisedClient:
         """One step's columns to the queues of their requests."""
         self._step_counter += 1
         self._last_report = time.monotonic()
+        requests, flat = self._live, outputs.token_ids
+        # Most rows are a token and nothing else: only these requests have an entry in one of the sparse columns.
+        told = outputs.finished.keys() | outputs.logprobs.keys() | outputs.cached_tokens.keys()
+        told |= outputs.first_scheduled.keys()
         end = 0
         for request_id, count in zip(outputs.request_ids, outputs.token_counts, strict=True):
             start, end = end, end + count
-            live = self._live.get(request_id)
+            live = requests.get(request_id)
             if live is None:  # aborted here; the engine had not heard of it yet
                 continue
-            token_ids = outputs.token_ids[start:end]
+            token_ids = flat[start:end]
             live.output_token_ids += token_ids
-            finish_reason = outputs.finished.get(request_id)
-            if finish_reason is not None:
-                del self._live[request_id]
-            live.put(
-                TokenDelta(
-                    token_ids,
-                    finish_reason,
-                    outputs.stop_reasons.get(request_id),
-                    outputs.logprobs.get(request_id),
-                    outputs.cached_tokens.get(request_id),
-                    outputs.first_scheduled.get(request_id),
-                    outputs.errors.get(request_id),
-                )
-            )
+            if told and request_id in told:
+                delta = _detailed(outputs, request_id, token_ids)
+                if delta.finish_reason is not None:
+                    del requests[request_id]
+            else:
+                delta = TokenDelta(token_ids)
+            live.put(delta)
         if self._on_step is not None:
             self._on_step(outputs)
 

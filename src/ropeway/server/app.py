@@ -229,7 +229,7 @@ class Gate:
             return await self._app(scope, receive, send)
         given = next((value.decode("latin-1") for name, value in scope["headers"] if name == b"x-request-id"), "")
         is_given = REQUEST_ID.fullmatch(given) is not None
-        info = RequestInfo(given if is_given else uuid.uuid4().hex, is_given, self._service.clock())
+        info = RequestInfo(given if is_given else uuid.uuid4().hex, is_given, self._service.clock(), send)
         scope["ropeway"] = info
         status = 0
 

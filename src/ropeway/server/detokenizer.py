@@ -24,6 +24,10 @@ class Detokenizer(Protocol):
         """The text that is now certain."""
         ...
 
+    def extend(self, token_ids: Sequence[int]) -> str:
+        """What pushing each of them gives, joined."""
+        ...
+
     def flush(self) -> str:
         """What is still held back, as the end of the text: unfinished characters become U+FFFD."""
         ...
@@ -52,6 +56,13 @@ class ByteDetokenizer:
         if token_id in self._hidden:
             return ""
         data = self._tail + self._token_bytes(token_id)
+        text, used = codecs.utf_8_decode(data, "replace", False)
+        self._tail = data[used:]
+        return text
+
+    def extend(self, token_ids: Sequence[int]) -> str:
+        token_bytes, hidden = self._token_bytes, self._hidden
+        data = self._tail + b"".join([token_bytes(token_id) for token_id in token_ids if token_id not in hidden])
         text, used = codecs.utf_8_decode(data, "replace", False)
         self._tail = data[used:]
         return text
@@ -98,6 +109,9 @@ class WindowDetokenizer:
         self._pending = 0
         return piece
 
+    def extend(self, token_ids: Sequence[int]) -> str:
+        return "".join([self.push(token_id) for token_id in token_ids])
+
     def flush(self) -> str:
         if not self._pending:
             return ""
@@ -131,6 +145,9 @@ class CleaningDetokenizer:
             return ""
         text, self._raw = self._raw[:at], self._raw[at:]
         return clean_up(text)
+
+    def extend(self, token_ids: Sequence[int]) -> str:
+        return "".join([self.push(token_id) for token_id in token_ids])
 
     def flush(self) -> str:
         text, self._raw = self._raw + self._inner.flush(), ""

@@ -17,6 +17,7 @@ from typing import Any, Protocol, TypeVar, cast
 
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Send
 
 from ropeway.config import Config
 from ropeway.engine.client import EngineClient, TokenDelta
@@ -41,7 +42,8 @@ from ropeway.server.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 B = TypeVar("B", bound=Body)
-Emit = Callable[["Sequence", TextDelta], Awaitable[None]]
+Emit = Callable[["Sequence", TextDelta], Awaitable[None] | None]
+"""Takes a delta; what it returns, if anything, has to be awaited before the next one."""
 
 
 @dataclass(slots=True)
@@ -51,6 +53,7 @@ class RequestInfo:
     request_id: str
     id_is_given: bool  # by the client's X-Request-Id
     arrival_time: float  # time.monotonic()
+    send: Send  # straight to the HTTP server: for the rest of a response whose headers have gone through all layers
     key_name: str = ""
     headers: dict[str, str] = field(default_factory=dict)  # to add to the response
     call: Call | None = None
@@ -254,6 +257,7 @@ class Service:
                 keepalive_interval=self.config.server.keepalive_interval,
                 on_close=permit.release,
                 headers={},
+                send=RequestInfo.of(request).send,
             )
         try:
             results = await unless_gone(request.receive, self._collect(call))
@@ -264,9 +268,8 @@ class Service:
         return json_response(view.response(results, call.usage()))
 
     async def _stream(self, call: Call, view: View, write: Write) -> None:
-        async def emit(sequence: Sequence, delta: TextDelta) -> None:
-            if frames := view.chunk(sequence, delta):
-                await write(frames)
+        def emit(sequence: Sequence, delta: TextDelta) -> Awaitable[None] | None:
+            return write(frames) if (frames := view.chunk(sequence, delta)) else None
 
         try:
             await self._run(call, emit)
@@ -281,16 +284,19 @@ class Service:
     async def _collect(self, call: Call) -> list[tuple[Sequence, TextDelta]]:
         deltas: list[list[TextDelta]] = [[] for _ in call.sequences]
 
-        async def keep(sequence: Sequence, delta: TextDelta) -> None:
+        def keep(sequence: Sequence, delta: TextDelta) -> None:
             deltas[sequence.index].append(delta)
 
         await self._run(call, keep)
         return [(sequence, _sum(parts)) for sequence, parts in zip(call.sequences, deltas, strict=True)]
 
-    async def _run(self, call: Call, emit: Emit) -> None:
+    def _run(self, call: Call, emit: Emit) -> Awaitable[None]:
         """All sequences at once. The first that fails, or a cancellation, ends them all."""
         if len(call.sequences) == 1:
-            return await self._run_sequence(call.sequences[0], emit)
+            return self._run_sequence(call.sequences[0], emit)
+        return self._run_sequences(call, emit)
+
+    async def _run_sequences(self, call: Call, emit: Emit) -> None:
         try:
             async with asyncio.TaskGroup() as group:
                 for sequence in call.sequences:
@@ -302,7 +308,9 @@ class Service:
         """Raises RequestError(500) if the engine cannot finish the sequence."""
         stream, request = sequence.stream, sequence.request
         if request.sampling.max_tokens == 0:  # only the prompt is wanted back
-            return await emit(sequence, TextDelta(finish_reason="length"))
+            if (sending := emit(sequence, TextDelta(finish_reason="length"))) is not None:
+                await sending
+            return
         last_time: float | None = None
         final = TextDelta(finish_reason="abort")  # what the metrics say if the client leaves
         try:
@@ -321,7 +329,8 @@ class Service:
                     if delta.finish_reason is not None:
                         final = delta
                         break
-                    await emit(sequence, delta)
+                    if (sending := emit(sequence, delta)) is not None:
+                        await sending
                 else:
                     raise EngineDeadError("the engine ended a request without a reason")
             finally:
@@ -330,7 +339,8 @@ class Service:
                 raise RequestError(
                     f"Generation failed: {final.error}", status=500, type="server_error", code="generation_failed"
                 )
-            await emit(sequence, final)
+            if (sending := emit(sequence, final)) is not None:
+                await sending
         except EngineDeadError:
             final = TextDelta(finish_reason="error")
             raise RequestError(

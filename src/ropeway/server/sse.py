@@ -2,6 +2,9 @@
 
 Owns: the event stream of one response and the watch for its client. Must not know: what the events say, the engine.
 Called by: service (responses), chat and completions (frames).
+
+Nothing here waits for more to send: what is written goes to the socket at once. Frames grow only while the engine is
+ahead, because its client then joins the deltas that nobody has taken yet.
 """
 
 from __future__ import annotations
@@ -86,18 +89,21 @@ class EventStream(Response):
         keepalive_interval: float,
         on_close: Callable[[], None],
         headers: Mapping[str, str],
+        send: Send | None = None,
     ) -> None:
+        """send: a shorter way to the client once the headers are out, past layers that only look at those."""
         self.status_code = 200
         self.background = None
         self.init_headers({**HEADERS, **headers})
         self._produce = produce
         self._interval = keepalive_interval
         self._on_close = on_close
+        self._send = send
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            await unless_gone(receive, self._run(send))
+            await unless_gone(receive, self._run(self._send or send))
         except ClientGone:
             pass
         finally:
@@ -107,10 +113,10 @@ class EventStream(Response):
         loop = asyncio.get_running_loop()
         last_write = loop.time()
 
-        async def write(data: bytes) -> None:
+        def write(data: bytes) -> Awaitable[None]:  # not a coroutine of its own: this is the token path
             nonlocal last_write
             last_write = loop.time()
-            await send({"type": "http.response.body", "body": data, "more_body": True})
+            return send({"type": "http.response.body", "body": data, "more_body": True})
 
         async def keep_alive() -> None:
             # Its own task, so that one slow engine step does not silence it.

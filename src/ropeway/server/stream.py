@@ -42,8 +42,8 @@ class TextDelta:
     finish_reason: str | None = None  # "stop", "length", "abort" or "error", once
     stop_reason: int | str | None = None  # the client's stop token or stop string that ended it
     error: str | None = None
-    # Per token, the text that became certain with it, stop strings included; again without a hidden last token. The
-    # sum of the lengths before a token is its text_offset.
+    # Beside logprobs: per token, the text that became certain with it, stop strings included; again without a hidden
+    # last token. The sum of the lengths before a token is its text_offset.
     token_texts: list[str] = field(default_factory=list)
 
 
@@ -88,6 +88,12 @@ class RequestStream:
         if self.finished:
             return TextDelta()
         self._note(delta, now)
+        if delta.finish_reason is None and not self._stops:  # the token path: nothing to look for, nothing ends
+            self.num_output_tokens += len(delta.token_ids)
+            if delta.logprobs is None:
+                return TextDelta(self._detokenizer.extend(delta.token_ids), delta.token_ids)
+            pieces = [self._detokenizer.push(token_id) for token_id in delta.token_ids]
+            return TextDelta("".join(pieces), delta.token_ids, delta.logprobs, token_texts=pieces)
         out = TextDelta(error=delta.error)
         num_shown = len(delta.token_ids) - self._hides_last(delta)
         for index, token_id in enumerate(delta.token_ids):
