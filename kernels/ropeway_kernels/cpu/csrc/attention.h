@@ -17,6 +17,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <limits>
 #include <utility>
 
@@ -30,6 +31,10 @@ namespace {
 constexpr int64_t kSpan = 256;  // positions; another value gives other answers in the last bit
 constexpr int64_t kQueryTileBytes = 64 << 10;  // of q and its sums; beside a span of K and V in the second-level cache
 constexpr int64_t kItemsPerThread = 8;
+constexpr int64_t kPiece = 16;       // dimensions between two rounds of prefetches
+constexpr int64_t kChunk = 32;       // positions whose V is read by all columns before the next
+constexpr int64_t kAheadBytes = 8192;  // of K and V that are on their way: half of what the first-level cache can spare
+constexpr int64_t kCacheLine = 64;
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 
 template <class V, class T>
@@ -40,7 +45,7 @@ struct AttentionKernel {
     static constexpr int64_t kLanes = V::kLanes;
     // A span is an even number of vectors, and so are most heads; tiles of an odd width would leave a narrow rest.
     static constexpr int kWidth = V::kPanelVectors + V::kPanelVectors % 2;
-    static constexpr int kHeight = M::kRows * V::kPanelVectors / kWidth;
+    static constexpr int kHeight = M::kRows * V::kPanelVectors / kWidth / 2 * 2;  // of five rows GCC keeps one sum in memory
     // Few rows take more vectors, so that enough chains of multiply-adds run side by side.
     static constexpr int width(int rows) { return std::max(kWidth, (8 + rows - 1) / rows); }
     static constexpr int64_t kLine = kSpan + 8 * kLanes;  // scores of a row; the last tile may reach past the span
@@ -76,12 +81,18 @@ struct AttentionKernel {
         }
     };
 
-    // One span of one tile and KV head, and where its rows' results go.
+    // Where K and V of a span's positions are, for each vector of them; null where a tile sees none.
     struct Span {
-        const A* q;  // [rows, head_dim]
         int64_t begin;  // absolute position
-        const T* keys[kSpan / kLanes + 8];  // K of each vector of positions
-        const T* values[kSpan / 8 + 1];     // V of each block
+        const T* keys[kSpan / kLanes + 8];
+        const T* values[kSpan / kLanes];
+    };
+
+    // What a thread works in.
+    struct Workspace {
+        const A* q;  // [rows, head_dim]
+        Span spans[2];  // this one and the next
+        float* sums;    // [kHeight, head_dim]
         float scores[kHeight * kLine];
         A weights[std::is_same_v<A, float> ? 1 : kHeight * kLine];  // floats take the place of the scores
     };
@@ -91,6 +102,7 @@ struct AttentionKernel {
     const int64_t block_size = a.block_size;
     const int64_t group = a.num_heads / a.num_kv_heads;
     const float score_scale = a.soft_cap > 0.0f ? a.scale / a.soft_cap : a.scale;
+    const int64_t distance = std::max<int64_t>(1, kAheadBytes / (head_dim * kLanes * static_cast<int64_t>(sizeof(T))));  // vectors
     QueryTile* tiles = nullptr;
     Item* items = nullptr;
     int64_t num_items = 0;
@@ -162,25 +174,26 @@ struct AttentionKernel {
     }
 
     void attend(const Item& item, int64_t kv_head) const {
-        static thread_local Scratch query_memory, state_memory;
-        static thread_local Span span;
+        static thread_local Scratch query_memory, state_memory, sums_memory;
+        static thread_local Workspace work;
         const QueryTile& tile = tiles[item.tile];
         const int64_t rows = tile.num_queries * group;
         A* q = query_memory.get<A>(rows * head_dim);
         load_queries(tile, kv_head, q);
-        span.q = q;
+        work.q = q;
+        work.sums = sums_memory.get<float>(kHeight * head_dim);
         State state(state_memory.get<float>(State::size(rows, head_dim)), rows, head_dim);
         if (tile.partial < 0) {
             state.clear(rows, head_dim);
-            for (int64_t s = item.first_span; s < item.end_span; ++s) attend(tile, kv_head, s, span, state);
+            for_spans(item, tile, kv_head, work, [&](int64_t) { return state; });
             store_result(tile, kv_head, state);
             return;
         }
-        for (int64_t s = item.first_span; s < item.end_span; ++s) {
+        for_spans(item, tile, kv_head, work, [&](int64_t s) {
             State alone = partial(tile, kv_head, s);
             alone.clear(rows, head_dim);
-            attend(tile, kv_head, s, span, alone);
-        }
+            return alone;
+        });
         const int64_t done = item.end_span - item.first_span, all = tile.end_span - tile.first_span;
         if (counters[tile.counter + kv_head].fetch_add(static_cast<int32_t>(done), std::memory_order_acq_rel) + done < all)
             return;
@@ -189,7 +202,8 @@ struct AttentionKernel {
             const State alone = partial(tile, kv_head, s);
             for (int64_t row = 0; row < rows; ++row) {
                 if (alone.peak[row] == kMinusInfinity) continue;
-                const Factors factors = merge(state, row, alone.peak[row], alone.total[row]);
+                Factors factors;
+                merge<1>(state, row, alone.peak + row, alone.total + row, &factors);
                 float* sums = state.sums + row * head_dim;
                 for (int64_t i = 0; i < head_dim; i += kLanes)
                     V::store(sums + i, factors.merge(sums + i, V::load(alone.sums + row * head_dim + i)));
@@ -200,64 +214,86 @@ struct AttentionKernel {
 
     // --- one span ---
 
+    // How a row's sums before a span and those of the span itself are to be scaled to be added.
     struct Factors {
-        float before, now;
+        float before = 1.0f, now = 0.0f;
         F merge(const float* sums, F more) const {
             return V::fma(more, V::set(now), V::mul(V::load(sums), V::set(before)));
         }
     };
-    // Takes a span's maximum and sum into the state; the factors tell how to take in its weighted sum.
-    static Factors merge(State& state, int64_t row, float peak, float total) {
-        const F before = V::set(state.peak[row]), now = V::set(peak), both = V::max(before, now);
-        alignas(64) float lanes[3][kLanes];
-        const F old_factor = exp<V>(V::sub(before, both)), new_factor = exp<V>(V::sub(now, both));
-        V::store(lanes[0], old_factor);
-        V::store(lanes[1], new_factor);
-        V::store(lanes[2], V::fma(V::set(total), new_factor, V::mul(V::set(state.total[row]), old_factor)));
-        state.peak[row] = std::max(state.peak[row], peak);
-        state.total[row] = lanes[2][0];
-        return {lanes[0][0], lanes[1][0]};
+    // Takes the maxima and sums of a span into the state of kRows rows; rows that saw nothing of it have peak -infinity.
+    template <int kRows>
+    static void merge(State& state, int64_t row, const float* peak, const float* total, Factors* factors) {
+        constexpr int64_t kPadded = (2 * kRows + kLanes - 1) / kLanes * kLanes;
+        float lanes[kPadded] = {};
+        for (int m = 0; m < kRows; ++m) {
+            const float before = state.peak[row + m], both = std::max(before, peak[m]);
+            if (peak[m] == kMinusInfinity) continue;
+            lanes[2 * m] = before - both;
+            lanes[2 * m + 1] = peak[m] - both;
+            state.peak[row + m] = both;
+        }
+        for (int64_t i = 0; i < kPadded; i += kLanes) V::store(lanes + i, exp<V>(V::load(lanes + i)));
+        for (int m = 0; m < kRows; ++m) {
+            if (peak[m] == kMinusInfinity) continue;
+            factors[m] = {lanes[2 * m], lanes[2 * m + 1]};
+            state.total[row + m] = std::fma(total[m], factors[m].now, state.total[row + m] * factors[m].before);
+        }
     }
 
-    void attend(const QueryTile& tile, int64_t kv_head, int64_t index, Span& span, State& state) const {
-        span.begin = index * kSpan;
-        find_blocks(tile, kv_head, span);
+    template <class StateOf>
+    void for_spans(const Item& item, const QueryTile& tile, int64_t kv_head, Workspace& work, const StateOf& state_of) const {
         const int64_t rows = tile.num_queries * group, parts = row_tiles(tile.num_queries);
-        for (int64_t part = 0; part < parts; ++part) {
-            const int64_t from = rows * part / parts, to = rows * (part + 1) / parts;
-            attend_rows(static_cast<int>(to - from), std::make_integer_sequence<int, kHeight>(), tile, from, span, state);
+        find(tile, kv_head, item.first_span, work.spans[item.first_span % 2]);
+        for (int64_t s = item.first_span; s < item.end_span; ++s) {
+            const Span& span = work.spans[s % 2];
+            Span& next = work.spans[(s + 1) % 2];
+            if (s + 1 < item.end_span)
+                find(tile, kv_head, s + 1, next);
+            else
+                std::fill_n(next.values, kSpan / kLanes, nullptr);
+            State state = state_of(s);
+            for (int64_t part = 0; part < parts; ++part) {
+                const int64_t from = rows * part / parts, to = rows * (part + 1) / parts;
+                attend_rows(static_cast<int>(to - from), std::make_integer_sequence<int, kHeight>(), tile, from, span,
+                            part == 0 ? &next : nullptr, work, state);
+            }
         }
     }
     template <int... kLess>
-    void attend_rows(int rows, std::integer_sequence<int, kLess...>, const QueryTile& tile, int64_t row, Span& span,
-                     State& state) const {
-        using Member = void (AttentionKernel::*)(const QueryTile&, int64_t, Span&, State&) const;
+    void attend_rows(int rows, std::integer_sequence<int, kLess...>, const QueryTile& tile, int64_t row,
+                     const Span& span, const Span* next, Workspace& work, State& state) const {
+        using Member = void (AttentionKernel::*)(const QueryTile&, int64_t, const Span&, const Span*, Workspace&, State&) const;
         static constexpr Member table[] = {&AttentionKernel::attend_rows<kLess + 1>...};
-        (this->*table[rows - 1])(tile, row, span, state);
+        (this->*table[rows - 1])(tile, row, span, next, work, state);
     }
 
-    // Pointers to all that a tile may read of a span. Past its last position the last vector's K is read again.
-    void find_blocks(const QueryTile& tile, int64_t kv_head, Span& span) const {
+    // Past a tile's last position the last vector's K is read again.
+    void find(const QueryTile& tile, int64_t kv_head, int64_t index, Span& span) const {
+        span.begin = index * kSpan;
         const int64_t oldest =
             a.sliding_window > 0 ? std::max<int64_t>(0, tile.first_position + 1 - a.sliding_window) : 0;
         const int64_t from = std::max(span.begin, oldest) / kLanes * kLanes;
         const int64_t to = std::min(span.begin + kSpan, tile.first_position + tile.num_queries);
         const int32_t* table = a.block_table + tile.request * a.max_blocks;
-        const int64_t tile_size = block_size * head_dim, first_block = span.begin / block_size;
-        const T* kv = static_cast<const T*>(a.kv) + kv_head * tile_size;
+        const T* kv = static_cast<const T*>(a.kv) + kv_head * block_size * head_dim;
         int64_t block = from / block_size, offset = from % block_size, v = (from - span.begin) / kLanes;
+        std::fill_n(span.values, kSpan / kLanes, nullptr);
         for (int64_t position = from; position < to; ++block, offset = 0) {
             const T* keys = kv + table[block] * a.block_stride;
-            span.values[block - first_block] = keys + a.num_kv_heads * tile_size;
-            for (; offset < block_size && position < to; offset += kLanes, position += kLanes)
-                span.keys[v++] = keys + offset * M::kStep;
+            const T* values = keys + a.num_kv_heads * block_size * head_dim;
+            for (; offset < block_size && position < to; offset += kLanes, position += kLanes, ++v) {
+                span.keys[v] = keys + offset * M::kStep;
+                span.values[v] = values + offset * head_dim;
+            }
         }
         for (int i = 0; i < 8; ++i) span.keys[v + i] = span.keys[v - 1];
     }
 
     // kRows rows from `row` on.
     template <int kRows>
-    void attend_rows(const QueryTile& tile, int64_t row, Span& span, State& state) const {
+    void attend_rows(const QueryTile& tile, int64_t row, const Span& span, const Span* next, Workspace& work,
+                     State& state) const {
         // What each row sees of the span. Rows are in order of their positions.
         int64_t begin[kRows], end[kRows];
         for (int m = 0; m < kRows; ++m) {
@@ -267,102 +303,142 @@ struct AttentionKernel {
         }
         if (begin[0] >= end[kRows - 1]) return;
         const int64_t first = begin[0] / kLanes, last = (end[kRows - 1] + kLanes - 1) / kLanes;
-        score<kRows>(span, row, first, last);
+        score<kRows>(work, span, row, first, last, next != nullptr);
+        float peak[kRows], total[kRows];
+        soften<kRows>(work, begin, end, first, last, peak, total);
         Factors factors[kRows];
-        bool seen[kRows];
-        for (int m = 0; m < kRows; ++m) {
-            float peak = kMinusInfinity, total = 0.0f;
-            soften(span, m, begin[m], end[m], first, last, peak, total);
-            seen[m] = end[m] > begin[m];
-            if (seen[m]) factors[m] = merge(state, row + m, peak, total);
-        }
+        merge<kRows>(state, row, peak, total, factors);
         // An odd last position of bf16 brings its partner along: written zeros, and its weight is 0.
         const int64_t to = (end[kRows - 1] + M::kStep - 1) / M::kStep * M::kStep;
-        weigh<kRows, width(kRows)>(span, first * kLanes, to, 0, [&](int m, int64_t i, F sums) ROPEWAY_LAMBDA {
-            float* to_row = state.sums + (row + m) * head_dim + i;
-            if (seen[m]) V::store(to_row, factors[m].merge(to_row, sums));
-        });
+        const int64_t chunk = next != nullptr ? kChunk / kLanes : last - first;
+        for (int64_t v = first; v < last; v += chunk) {
+            const int64_t stop = std::min(last, v + chunk);
+            weigh<kRows, width(kRows)>(work, span, next, v, stop, last, to, 0, [&](int m, int64_t i, F& sums) ROPEWAY_LAMBDA {
+                sums = v == first ? V::zero() : V::load(work.sums + m * head_dim + i);
+            }, [&](int m, int64_t i, F sums) ROPEWAY_LAMBDA {
+                if (stop < last) {
+                    V::store(work.sums + m * head_dim + i, sums);
+                } else if (peak[m] != kMinusInfinity) {
+                    float* to_row = state.sums + (row + m) * head_dim + i;
+                    V::store(to_row, factors[m].merge(to_row, sums));
+                }
+            });
+        }
     }
 
     template <int kRows>
-    void score(Span& span, int64_t row, int64_t first, int64_t last) const {
+    void score(Workspace& work, const Span& span, int64_t row, int64_t first, int64_t last, bool ahead) const {
         constexpr int kColumns = width(kRows);
         const F scale = V::set(score_scale);
         for (int64_t v = first; v < last; v += kColumns) {
             F acc[kRows][kColumns];
+            const T* keys[kColumns];
             unroll<kRows * kColumns>([&](auto i) ROPEWAY_LAMBDA { acc[i / kColumns][i % kColumns] = V::zero(); });
-            tile<V, T, kRows, kColumns, 1>(span.q + row * head_dim, head_dim, span.keys + v, block_size * M::kStep,
-                                           head_dim, acc);
+            unroll<kColumns>([&](auto j) ROPEWAY_LAMBDA { keys[j] = span.keys[v + j]; });
+            for (int64_t i = 0; i < head_dim; i += kPiece) {
+                if (ahead)
+                    for (int j = 0; j < kColumns; ++j) {
+                        const int64_t n = v + j + distance;
+                        if (n < last)
+                            prefetch_keys(span.keys[n], i, kPiece);
+                        else if (n - last + first < last)
+                            prefetch_values(span.values[n - last + first], i, kPiece);
+                    }
+                tile<V, T, kRows, kColumns, 1>(work.q + row * head_dim + i, head_dim, keys, block_size * M::kStep, kPiece,
+                                               acc);
+                unroll<kColumns>([&](auto j) ROPEWAY_LAMBDA { keys[j] += kPiece * block_size; });
+            }
             unroll<kRows * kColumns>([&](auto i) ROPEWAY_LAMBDA {
-                V::store(span.scores + i / kColumns * kLine + (v + i % kColumns) * kLanes,
+                V::store(work.scores + i / kColumns * kLine + (v + i % kColumns) * kLanes,
                          V::mul(acc[i / kColumns][i % kColumns], scale));
             });
         }
     }
 
-    A* weights(Span& span) const {
+    // Dimensions [from, from + count) of a vector of positions.
+    ROPEWAY_INLINE void prefetch_keys(const T* keys, int64_t from, int64_t count) const {
+        if (reinterpret_cast<uintptr_t>(keys) % kCacheLine != 0) return;  // came with the vector before it
+        for (int64_t i = from; i < from + count; i += M::kStep) __builtin_prefetch(keys + i * block_size);
+    }
+    ROPEWAY_INLINE void prefetch_values(const T* values, int64_t from, int64_t count) const {
+        constexpr int64_t kLine = kCacheLine / sizeof(T);
+        for (int64_t i = from * kLanes; i < (from + count) * kLanes; i += kLine) __builtin_prefetch(values + i);
+    }
+
+    A* weights(Workspace& work) const {
         if constexpr (std::is_same_v<A, float>)
-            return span.scores;
+            return work.scores;
         else
-            return span.weights;
+            return work.weights;
     }
 
-    // Scores [begin, end) of line m become weights; the others of vectors [first, last) become 0, whatever they were.
-    void soften(Span& span, int m, int64_t begin, int64_t end, int64_t first, int64_t last, float& peak,
-                float& total) const {
-        float* scores = span.scores + m * kLine;
-        A* out = weights(span) + m * kLine;
-        const int64_t from = std::max(first, begin / kLanes), to = std::max(from, (end + kLanes - 1) / kLanes);
-        for (int64_t v = first; v < from; ++v) V::store(out + v * kLanes, V::zero());
-        for (int64_t v = to; v < last; ++v) V::store(out + v * kLanes, V::zero());
-        if (begin >= end) return;
-        if (a.soft_cap > 0.0f) {
-            const F cap = V::set(a.soft_cap);
-            for (int64_t v = from; v < to; ++v)
-                V::store(scores + v * kLanes, V::mul(cap, tanh<V>(V::load(scores + v * kLanes))));
-        }
+    // Scores of vectors [first, last) become weights. Row m sees positions [begin[m], end[m]); the weight of the others
+    // is 0, whatever their scores are.
+    template <int kRows>
+    void soften(Workspace& work, const int64_t* begin, const int64_t* end, int64_t first, int64_t last, float* peak,
+                float* total) const {
+        A* const out = weights(work);
         const F hidden = V::set(kMinusInfinity);
-        const auto lane = [&](int64_t position) ROPEWAY_LAMBDA { return V::set(static_cast<float>(position)); };
-        float* edge = scores + from * kLanes;
-        V::store(edge, V::select_less(V::iota(), lane(begin - from * kLanes), hidden, V::load(edge)));
-        edge = scores + (to - 1) * kLanes;
-        V::store(edge, V::select_less(V::iota(), lane(end - (to - 1) * kLanes), V::load(edge), hidden));
-
-        F most = hidden;
-        for (int64_t v = from; v < to; ++v) most = V::max(V::load(scores + v * kLanes), most);
-        peak = V::max_of(most);
-        const F shift = V::set(peak);
-        F sum = V::zero();
-        for (int64_t v = from; v < to; ++v) {
-            const F weight = exp<V>(V::sub(V::load(scores + v * kLanes), shift));
-            sum = V::add(sum, weight);
-            V::store(out + v * kLanes, weight);
+        for (int m = 0; m < kRows; ++m) {
+            float* scores = work.scores + m * kLine;
+            if (a.soft_cap > 0.0f) {
+                const F cap = V::set(a.soft_cap);
+                for (int64_t v = first; v < last; ++v)
+                    V::store(scores + v * kLanes, V::mul(cap, tanh<V>(V::load(scores + v * kLanes))));
+            }
+            for (int64_t i = first * kLanes; i < begin[m]; i += kLanes)
+                V::store(scores + i, V::select_less(V::iota(), V::set(static_cast<float>(begin[m] - i)), hidden, V::load(scores + i)));
+            for (int64_t i = (last - 1) * kLanes; i >= first * kLanes && i + kLanes > end[m]; i -= kLanes)
+                V::store(scores + i, V::select_less(V::iota(), V::set(static_cast<float>(end[m] - i)), V::load(scores + i), hidden));
         }
-        total = V::sum(sum);
+        F most[kRows], sum[kRows], shift[kRows];
+        unroll<kRows>([&](auto m) ROPEWAY_LAMBDA { most[m] = hidden; });
+        for (int64_t i = first * kLanes; i < last * kLanes; i += kLanes)
+            unroll<kRows>([&](auto m) ROPEWAY_LAMBDA { most[m] = V::max(V::load(work.scores + m * kLine + i), most[m]); });
+        unroll<kRows>([&](auto m) ROPEWAY_LAMBDA {
+            peak[m] = V::max_of(most[m]);
+            shift[m] = V::set(peak[m] == kMinusInfinity ? 0.0f : peak[m]);
+            sum[m] = V::zero();
+        });
+        for (int64_t i = first * kLanes; i < last * kLanes; i += kLanes) {
+            unroll<kRows>([&](auto m) ROPEWAY_LAMBDA {
+                const F weight = exp<V>(V::sub(V::load(work.scores + m * kLine + i), shift[m]));
+                sum[m] = V::add(sum[m], weight);
+                V::store(out + m * kLine + i, weight);
+            });
+        }
+        unroll<kRows>([&](auto m) ROPEWAY_LAMBDA { total[m] = V::sum(sum[m]); });
     }
 
-    // Weighted sums of V over positions [from, to) of the span, dimensions from `column` on; sink(row, dimension, sums).
-    template <int kRows, int kColumns, class Sink>
-    ROPEWAY_INLINE void weigh(Span& span, int64_t from, int64_t to, int64_t column, const Sink& sink) const {
-        const A* weight = weights(span);
+    // Weighted sums of V over vectors [first, stop) of positions, up to position `to`; dimensions from `column` on.
+    template <int kRows, int kColumns, class Source, class Sink>
+    ROPEWAY_INLINE void weigh(Workspace& work, const Span& span, const Span* next, int64_t first, int64_t stop,
+                              int64_t last, int64_t to, int64_t column, const Source& source, const Sink& sink) const {
+        const A* weight = weights(work);
         for (; column + kColumns * kLanes <= head_dim; column += kColumns * kLanes) {
             F acc[kRows][kColumns];
-            unroll<kRows * kColumns>([&](auto i) ROPEWAY_LAMBDA { acc[i / kColumns][i % kColumns] = V::zero(); });
-            const T* const* block = span.values + ((span.begin + from) / block_size - span.begin / block_size);
-            int64_t offset = (span.begin + from) % block_size;
-            for (int64_t position = from; position < to; ++block) {
-                const int64_t count = std::min(block_size - offset, to - position);
-                const T* values = *block + offset * head_dim + column * M::kStep;
-                tile<V, T, kRows, 1, kColumns>(weight + position, kLine, &values, head_dim * M::kStep, count, acc);
-                position += count;
-                offset = 0;
+            unroll<kRows * kColumns>([&](auto i) ROPEWAY_LAMBDA {
+                source(i / kColumns, column + i % kColumns * kLanes, acc[i / kColumns][i % kColumns]);
+            });
+            for (int64_t v = first; v < stop; ++v) {
+                if (next != nullptr) {
+                    const int64_t n = v + distance;
+                    if (n < last)
+                        prefetch_values(span.values[n], column, kColumns * kLanes);
+                    else if (n - last < kSpan / kLanes && next->values[n - last] != nullptr)
+                        prefetch_keys(next->keys[n - last], column, kColumns * kLanes);
+                }
+                const T* values = span.values[v] + column * M::kStep;
+                tile<V, T, kRows, 1, kColumns>(weight + v * kLanes, kLine, &values, head_dim * M::kStep,
+                                               std::min<int64_t>(kLanes, to - v * kLanes), acc);
             }
             unroll<kRows * kColumns>([&](auto i) ROPEWAY_LAMBDA {
                 sink(i / kColumns, column + i % kColumns * kLanes, acc[i / kColumns][i % kColumns]);
             });
         }
         if constexpr (kColumns > 1) {
-            if (column < head_dim) weigh<kRows, (kColumns + 1) / 2>(span, from, to, column, sink);
+            if (column < head_dim)
+                weigh<kRows, (kColumns + 1) / 2>(work, span, next, first, stop, last, to, column, source, sink);
         }
     }
 

@@ -11,7 +11,7 @@
 //   fma(a, b, c)            a * b + c, rounded once if the processor can do that
 //   max(a, b) min(a, b)     a > b ? a : b and a < b ? a : b, so b where either is NaN
 //   round(a)                nearest whole number, ties to even, of |a| < 2^22
-//   pow2(n)                 2^n for whole n in [-126, 127]
+//   pow2(n)                 2^n for whole n in [-126, 127], 0 for -127, infinity for 128
 //   sign_of(magnitude, sign)    |magnitude| with the other's sign
 //   select_less(a, b, x, y)     a < b ? x : y; y where a or b is NaN
 //   sum(a) max_of(a)        over the lanes, always in the same order; max_of of numbers only

@@ -28,7 +28,7 @@ struct Avx2 {
     static F min(F a, F b) { return _mm256_min_ps(a, b); }
     static F fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
     static F round(F a) { return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
-    // 2^n for whole n in [-126, 127]
+    // A biased exponent of 0 is 0, one of 255 is infinity.
     static F pow2(F n) {
         const __m256i biased = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
         return _mm256_castsi256_ps(_mm256_slli_epi32(biased, 23));
