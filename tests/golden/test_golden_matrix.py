@@ -15,6 +15,7 @@ from ropeway.config import build_config
 from ropeway.engine.core import build_core
 from ropeway.protocol import AddRequest, SamplingParams
 from ropeway.worker.executor import LocalExecutor
+from ropeway_kernels import cpu
 from tiny_models import random_prompts, reference_answer, save_checkpoint, tiny
 
 STEPS = 24
@@ -41,17 +42,22 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 @pytest.mark.parametrize(
-    ("caching", "num_blocks", "budget", "overlap"),
-    list(itertools.product([True, False], [24, 400], [8, 512], ["off", "on"])),
+    ("caching", "num_tokens", "budget", "overlap"),
+    list(itertools.product([True, False], [96, 1600], [8, 512], ["off", "on"])),
 )
+@pytest.mark.parametrize("backend", ["torch", "cpu"])
 def test_engine_equals_reference(
-    case: tuple[Path, list[list[int]]], caching: bool, num_blocks: int, budget: int, overlap: str
+    case: tuple[Path, list[list[int]]], backend: str, caching: bool, num_tokens: int, budget: int, overlap: str
 ) -> None:
+    if backend == "cpu" and cpu.load() is None:
+        pytest.skip(cpu.why_not())
     folder, expected = case
+    block_size = 4 if backend == "torch" else 8
     config = build_config(
         {
-            "block_size": 4,
-            "num_gpu_blocks_override": num_blocks,
+            "attention_backend": backend,
+            "block_size": block_size,
+            "num_gpu_blocks_override": num_tokens // block_size,
             "enable_prefix_caching": caching,
             "max_num_seqs": 8,
             "max_num_batched_tokens": budget,
@@ -81,5 +87,5 @@ def test_engine_equals_reference(
     assert core.idle
     core.close()
     assert [tokens[i] for i in range(len(tokens))] == [*expected, *expected]
-    assert (preemptions > 0) == (num_blocks == 24)
+    assert (preemptions > 0) == (num_tokens == 96)
     assert (hits > 0) == caching
