@@ -1,6 +1,6 @@
 """Ropeway and its peers on the same weights, prompts and cores, taking turns.
 
-    python benchmarks/peers.py --setup-only                     # environments and converted weights; slow, once
+    python benchmarks/peers.py --setup-only                     # environments, weights, first starts; slow, once
     python benchmarks/peers.py --output peers.json              # the comparison on the demo model
     python benchmarks/peers.py --systems ropeway,openvino --concurrency 1 --rounds 5
 
@@ -55,6 +55,13 @@ def main() -> None:
         except SetupError as error:
             skipped[name] = str(error)
     if options.setup_only:
+        for system in systems:  # one start fills the caches of compiled code and packed weights, for these very options
+            try:
+                _say(f"{system.name}: first start took {system.start():.1f} s")
+            except PeerError as error:
+                skipped[system.name] = str(error)
+            finally:
+                system.stop()
         sys.exit("\n".join(f"peers: {reason}" for reason in skipped.values()) or 0)
 
     before = probe_in_own_process()
