@@ -10,8 +10,8 @@
 //
 // The rows of a tile are (query, head) pairs that share a KV head. Positions are taken in spans of kSpan at absolute
 // positions. Within a span a row's scores get their exact maximum, their exponentials are summed by lane, and the
-// weighted sum of V is one chain over the positions; then the span is merged into what the earlier ones gave. Nothing of
-// this depends on which rows are computed together or by whom: an item of work that has only some of a tile's spans
+// weighted sum of V is one chain over the positions; then the span is merged into what the earlier ones gave. Nothing
+// of this depends on which rows are computed together or by whom: an item of work that has only some of a tile's spans
 // leaves each in memory by itself, and the last to finish merges them in the same order as one that had them all.
 #pragma once
 
@@ -32,8 +32,7 @@ constexpr int64_t kSpan = 256;  // positions; another value gives other answers 
 constexpr int64_t kQueryTileBytes = 64 << 10;  // of q and its sums; beside a span of K and V in the second-level cache
 constexpr int64_t kItemsPerThread = 8;
 constexpr int64_t kPiece = 16;       // dimensions between two rounds of prefetches
-constexpr int64_t kChunk = 32;       // positions whose V is read by all columns before the next
-constexpr int64_t kAheadBytes = 8192;  // of K and V that are on their way: half of what the first-level cache can spare
+constexpr int64_t kChunk = 32;       // positions whose V is read by all columns before the next; prefetches' distance
 constexpr int64_t kCacheLine = 64;
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 
@@ -43,10 +42,11 @@ struct AttentionKernel {
     using M = Mac<V, T>;
     using A = typename M::A;
     static constexpr int64_t kLanes = V::kLanes;
-    // A span is an even number of vectors, and so are most heads; tiles of an odd width would leave a narrow rest.
+    // Register tiles are an even number of vectors wide, as a span and most heads are, or a narrow rest would be left,
+    // and an even number of rows high, as of five GCC keeps one sum in memory. Few rows take more vectors, so that
+    // enough chains of multiply-adds run side by side.
     static constexpr int kWidth = V::kPanelVectors + V::kPanelVectors % 2;
-    static constexpr int kHeight = M::kRows * V::kPanelVectors / kWidth / 2 * 2;  // of five rows GCC keeps one sum in memory
-    // Few rows take more vectors, so that enough chains of multiply-adds run side by side.
+    static constexpr int kHeight = M::kRows * V::kPanelVectors / kWidth / 2 * 2;
     static constexpr int width(int rows) { return std::max(kWidth, (8 + rows - 1) / rows); }
     static constexpr int64_t kLine = kSpan + 8 * kLanes;  // scores of a row; the last tile may reach past the span
 
@@ -88,6 +88,14 @@ struct AttentionKernel {
         const T* values[kSpan / kLanes];
     };
 
+    // What to prefetch beside the work on a span; null: nothing. A span's first row tile brings in what it will need
+    // kChunk positions later itself, up to the start of the next span; the second one, if there is one, brings in the
+    // whole of the next, as it finds its own data in the second-level cache.
+    struct Fetch {
+        const Span* near;
+        const Span* far;
+    };
+
     // What a thread works in.
     struct Workspace {
         const A* q;  // [rows, head_dim]
@@ -102,7 +110,6 @@ struct AttentionKernel {
     const int64_t block_size = a.block_size;
     const int64_t group = a.num_heads / a.num_kv_heads;
     const float score_scale = a.soft_cap > 0.0f ? a.scale / a.soft_cap : a.scale;
-    const int64_t distance = std::max<int64_t>(1, kAheadBytes / (head_dim * kLanes * static_cast<int64_t>(sizeof(T))));  // vectors
     QueryTile* tiles = nullptr;
     Item* items = nullptr;
     int64_t num_items = 0;
@@ -153,8 +160,10 @@ struct AttentionKernel {
             const int64_t spans = tile.end_span - tile.first_span;
             const int64_t most = std::max<int64_t>(1, share / row_tiles(tile.num_queries));
             const int64_t parts = num_threads() > 1 ? (spans + most - 1) / most : 1;
-            for (int64_t part = 0; part < parts; ++part)
-                items[num_items++] = {t, tile.first_span + spans * part / parts, tile.first_span + spans * (part + 1) / parts};
+            for (int64_t part = 0; part < parts; ++part) {
+                const int64_t from = spans * part / parts, to = spans * (part + 1) / parts;
+                items[num_items++] = {t, tile.first_span + from, tile.first_span + to};
+            }
             if (parts > 1) {
                 tile.partial = num_partials;
                 tile.counter = num_counters;
@@ -194,9 +203,9 @@ struct AttentionKernel {
             alone.clear(rows, head_dim);
             return alone;
         });
-        const int64_t done = item.end_span - item.first_span, all = tile.end_span - tile.first_span;
-        if (counters[tile.counter + kv_head].fetch_add(static_cast<int32_t>(done), std::memory_order_acq_rel) + done < all)
-            return;
+        const auto done = static_cast<int32_t>(item.end_span - item.first_span);
+        const int32_t before = counters[tile.counter + kv_head].fetch_add(done, std::memory_order_acq_rel);
+        if (before + done < tile.end_span - tile.first_span) return;
         state.clear(rows, head_dim);
         for (int64_t s = tile.first_span; s < tile.end_span; ++s) {
             const State alone = partial(tile, kv_head, s);
@@ -221,7 +230,8 @@ struct AttentionKernel {
             return V::fma(more, V::set(now), V::mul(V::load(sums), V::set(before)));
         }
     };
-    // Takes the maxima and sums of a span into the state of kRows rows; rows that saw nothing of it have peak -infinity.
+    // Takes the maxima and sums of a span into the state of kRows rows. Those that saw nothing of it have a peak of
+    // -infinity and stay as they are.
     template <int kRows>
     static void merge(State& state, int64_t row, const float* peak, const float* total, Factors* factors) {
         constexpr int64_t kPadded = (2 * kRows + kLanes - 1) / kLanes * kLanes;
@@ -242,7 +252,8 @@ struct AttentionKernel {
     }
 
     template <class StateOf>
-    void for_spans(const Item& item, const QueryTile& tile, int64_t kv_head, Workspace& work, const StateOf& state_of) const {
+    void for_spans(const Item& item, const QueryTile& tile, int64_t kv_head, Workspace& work,
+                   const StateOf& state_of) const {
         const int64_t rows = tile.num_queries * group, parts = row_tiles(tile.num_queries);
         find(tile, kv_head, item.first_span, work.spans[item.first_span % 2]);
         for (int64_t s = item.first_span; s < item.end_span; ++s) {
@@ -255,17 +266,18 @@ struct AttentionKernel {
             State state = state_of(s);
             for (int64_t part = 0; part < parts; ++part) {
                 const int64_t from = rows * part / parts, to = rows * (part + 1) / parts;
-                attend_rows(static_cast<int>(to - from), std::make_integer_sequence<int, kHeight>(), tile, from, span,
-                            part == 0 ? &next : nullptr, work, state);
+                const Fetch fetch{part == 0 ? &next : nullptr, part == 1 ? &next : nullptr};
+                attend_row_tile(static_cast<int>(to - from), std::make_integer_sequence<int, kHeight>(), tile, from,
+                                span, fetch, work, state);
             }
         }
     }
     template <int... kLess>
-    void attend_rows(int rows, std::integer_sequence<int, kLess...>, const QueryTile& tile, int64_t row,
-                     const Span& span, const Span* next, Workspace& work, State& state) const {
-        using Member = void (AttentionKernel::*)(const QueryTile&, int64_t, const Span&, const Span*, Workspace&, State&) const;
-        static constexpr Member table[] = {&AttentionKernel::attend_rows<kLess + 1>...};
-        (this->*table[rows - 1])(tile, row, span, next, work, state);
+    void attend_row_tile(int rows, std::integer_sequence<int, kLess...>, const QueryTile& tile, int64_t row,
+                         const Span& span, Fetch fetch, Workspace& work, State& state) const {
+        using Member = decltype(&AttentionKernel::template attend_rows<1>);
+        static constexpr Member table[] = {&AttentionKernel::template attend_rows<kLess + 1>...};
+        (this->*table[rows - 1])(tile, row, span, fetch, work, state);
     }
 
     // Past a tile's last position the last vector's K is read again.
@@ -292,7 +304,7 @@ struct AttentionKernel {
 
     // kRows rows from `row` on.
     template <int kRows>
-    void attend_rows(const QueryTile& tile, int64_t row, const Span& span, const Span* next, Workspace& work,
+    void attend_rows(const QueryTile& tile, int64_t row, const Span& span, Fetch fetch, Workspace& work,
                      State& state) const {
         // What each row sees of the span. Rows are in order of their positions.
         int64_t begin[kRows], end[kRows];
@@ -302,51 +314,50 @@ struct AttentionKernel {
             begin[m] = a.sliding_window > 0 ? std::max<int64_t>(0, next - a.sliding_window) : 0;
         }
         if (begin[0] >= end[kRows - 1]) return;
+        // One row of floats has so little to compute that the processor's own prefetching does better alone.
+        if (kRows == 1 && std::is_same_v<T, float>) fetch.near = nullptr;
         const int64_t first = begin[0] / kLanes, last = (end[kRows - 1] + kLanes - 1) / kLanes;
-        score<kRows>(work, span, row, first, last, next != nullptr);
+        score<kRows>(work, span, fetch, row, first, last);
         float peak[kRows], total[kRows];
         soften<kRows>(work, begin, end, first, last, peak, total);
         Factors factors[kRows];
         merge<kRows>(state, row, peak, total, factors);
         // An odd last position of bf16 brings its partner along: written zeros, and its weight is 0.
         const int64_t to = (end[kRows - 1] + M::kStep - 1) / M::kStep * M::kStep;
-        const int64_t chunk = next != nullptr ? kChunk / kLanes : last - first;
+        const int64_t chunk = fetch.near != nullptr ? kChunk / kLanes : last - first;
         for (int64_t v = first; v < last; v += chunk) {
             const int64_t stop = std::min(last, v + chunk);
-            weigh<kRows, width(kRows)>(work, span, next, v, stop, last, to, 0, [&](int m, int64_t i, F& sums) ROPEWAY_LAMBDA {
-                sums = v == first ? V::zero() : V::load(work.sums + m * head_dim + i);
-            }, [&](int m, int64_t i, F sums) ROPEWAY_LAMBDA {
+            const auto source = [&](int m, int64_t i) ROPEWAY_LAMBDA {
+                return v == first ? V::zero() : V::load(work.sums + m * head_dim + i);
+            };
+            const auto sink = [&](int m, int64_t i, F sums) ROPEWAY_LAMBDA {
                 if (stop < last) {
                     V::store(work.sums + m * head_dim + i, sums);
                 } else if (peak[m] != kMinusInfinity) {
                     float* to_row = state.sums + (row + m) * head_dim + i;
                     V::store(to_row, factors[m].merge(to_row, sums));
                 }
-            });
+            };
+            weigh<kRows, width(kRows)>(work, span, fetch, v, stop, last, to, 0, source, sink);
         }
     }
 
     template <int kRows>
-    void score(Workspace& work, const Span& span, int64_t row, int64_t first, int64_t last, bool ahead) const {
+    void score(Workspace& work, const Span& span, Fetch fetch, int64_t row, int64_t first, int64_t last) const {
         constexpr int kColumns = width(kRows);
         const F scale = V::set(score_scale);
+        const int64_t piece = fetch.near != nullptr || fetch.far != nullptr ? kPiece : head_dim;
         for (int64_t v = first; v < last; v += kColumns) {
             F acc[kRows][kColumns];
             const T* keys[kColumns];
             unroll<kRows * kColumns>([&](auto i) ROPEWAY_LAMBDA { acc[i / kColumns][i % kColumns] = V::zero(); });
             unroll<kColumns>([&](auto j) ROPEWAY_LAMBDA { keys[j] = span.keys[v + j]; });
-            for (int64_t i = 0; i < head_dim; i += kPiece) {
-                if (ahead)
-                    for (int j = 0; j < kColumns; ++j) {
-                        const int64_t n = v + j + distance;
-                        if (n < last)
-                            prefetch_keys(span.keys[n], i, kPiece);
-                        else if (n - last + first < last)
-                            prefetch_values(span.values[n - last + first], i, kPiece);
-                    }
-                tile<V, T, kRows, kColumns, 1>(work.q + row * head_dim + i, head_dim, keys, block_size * M::kStep, kPiece,
-                                               acc);
-                unroll<kColumns>([&](auto j) ROPEWAY_LAMBDA { keys[j] += kPiece * block_size; });
+            for (int64_t i = 0; i < head_dim; i += piece) {
+                if (fetch.near != nullptr || fetch.far != nullptr)
+                    for (int j = 0; j < kColumns; ++j) fetch_beside_keys(span, fetch, v + j, first, last, i);
+                const A* q = work.q + row * head_dim + i;
+                tile<V, T, kRows, kColumns, 1>(q, head_dim, keys, block_size * M::kStep, piece, acc);
+                unroll<kColumns>([&](auto j) ROPEWAY_LAMBDA { keys[j] += piece * block_size; });
             }
             unroll<kRows * kColumns>([&](auto i) ROPEWAY_LAMBDA {
                 V::store(work.scores + i / kColumns * kLine + (v + i % kColumns) * kLanes,
@@ -355,14 +366,40 @@ struct AttentionKernel {
         }
     }
 
-    // Dimensions [from, from + count) of a vector of positions.
+    // The share of prefetches that goes with the scores of vector v and dimensions [from, from + kPiece).
+    ROPEWAY_INLINE void fetch_beside_keys(const Span& span, Fetch fetch, int64_t v, int64_t first, int64_t last,
+                                          int64_t from) const {
+        if (fetch.near != nullptr) {
+            const int64_t ahead = v + kChunk / kLanes, beyond = ahead - last + first;
+            if (ahead < last)
+                prefetch_keys(span.keys[ahead], from, kPiece);
+            else if (beyond < last)
+                prefetch_values(span.values[beyond], from, kPiece);
+        } else if (fetch.far != nullptr && v < kSpan / kLanes && fetch.far->values[v] != nullptr) {
+            prefetch_keys(fetch.far->keys[v], from, kPiece);
+        }
+    }
+    // And with the weighted sum of vector v, dimensions [from, from + count).
+    ROPEWAY_INLINE void fetch_beside_values(const Span& span, Fetch fetch, int64_t v, int64_t last, int64_t from,
+                                            int64_t count) const {
+        if (fetch.near != nullptr) {
+            const int64_t ahead = v + kChunk / kLanes, beyond = ahead - last;
+            if (ahead < last)
+                prefetch_values(span.values[ahead], from, count);
+            else if (beyond < kSpan / kLanes && fetch.near->values[beyond] != nullptr)
+                prefetch_keys(fetch.near->keys[beyond], from, count);
+        } else if (fetch.far != nullptr && fetch.far->values[v] != nullptr) {
+            prefetch_values(fetch.far->values[v], from, count);
+        }
+    }
+    // Dimensions [from, from + count) of one vector of positions.
     ROPEWAY_INLINE void prefetch_keys(const T* keys, int64_t from, int64_t count) const {
         if (reinterpret_cast<uintptr_t>(keys) % kCacheLine != 0) return;  // came with the vector before it
         for (int64_t i = from; i < from + count; i += M::kStep) __builtin_prefetch(keys + i * block_size);
     }
     ROPEWAY_INLINE void prefetch_values(const T* values, int64_t from, int64_t count) const {
-        constexpr int64_t kLine = kCacheLine / sizeof(T);
-        for (int64_t i = from * kLanes; i < (from + count) * kLanes; i += kLine) __builtin_prefetch(values + i);
+        constexpr int64_t kPerLine = kCacheLine / sizeof(T);
+        for (int64_t i = from * kLanes; i < (from + count) * kLanes; i += kPerLine) __builtin_prefetch(values + i);
     }
 
     A* weights(Workspace& work) const {
@@ -386,15 +423,22 @@ struct AttentionKernel {
                 for (int64_t v = first; v < last; ++v)
                     V::store(scores + v * kLanes, V::mul(cap, tanh<V>(V::load(scores + v * kLanes))));
             }
-            for (int64_t i = first * kLanes; i < begin[m]; i += kLanes)
-                V::store(scores + i, V::select_less(V::iota(), V::set(static_cast<float>(begin[m] - i)), hidden, V::load(scores + i)));
-            for (int64_t i = (last - 1) * kLanes; i >= first * kLanes && i + kLanes > end[m]; i -= kLanes)
-                V::store(scores + i, V::select_less(V::iota(), V::set(static_cast<float>(end[m] - i)), V::load(scores + i), hidden));
+            const auto hide = [&](int64_t i) ROPEWAY_LAMBDA {
+                const F lane = V::iota();
+                const F from = V::set(static_cast<float>(begin[m] - i)), to = V::set(static_cast<float>(end[m] - i));
+                const F score = V::select_less(lane, to, V::load(scores + i), hidden);
+                V::store(scores + i, V::select_less(lane, from, hidden, score));
+            };
+            for (int64_t i = first * kLanes; i < begin[m] && i < last * kLanes; i += kLanes) hide(i);
+            for (int64_t i = (last - 1) * kLanes; i >= first * kLanes && i + kLanes > end[m]; i -= kLanes) hide(i);
         }
         F most[kRows], sum[kRows], shift[kRows];
         unroll<kRows>([&](auto m) ROPEWAY_LAMBDA { most[m] = hidden; });
-        for (int64_t i = first * kLanes; i < last * kLanes; i += kLanes)
-            unroll<kRows>([&](auto m) ROPEWAY_LAMBDA { most[m] = V::max(V::load(work.scores + m * kLine + i), most[m]); });
+        for (int64_t i = first * kLanes; i < last * kLanes; i += kLanes) {
+            unroll<kRows>([&](auto m) ROPEWAY_LAMBDA {
+                most[m] = V::max(V::load(work.scores + m * kLine + i), most[m]);
+            });
+        }
         unroll<kRows>([&](auto m) ROPEWAY_LAMBDA {
             peak[m] = V::max_of(most[m]);
             shift[m] = V::set(peak[m] == kMinusInfinity ? 0.0f : peak[m]);
@@ -412,22 +456,16 @@ struct AttentionKernel {
 
     // Weighted sums of V over vectors [first, stop) of positions, up to position `to`; dimensions from `column` on.
     template <int kRows, int kColumns, class Source, class Sink>
-    ROPEWAY_INLINE void weigh(Workspace& work, const Span& span, const Span* next, int64_t first, int64_t stop,
+    ROPEWAY_INLINE void weigh(Workspace& work, const Span& span, Fetch fetch, int64_t first, int64_t stop,
                               int64_t last, int64_t to, int64_t column, const Source& source, const Sink& sink) const {
         const A* weight = weights(work);
         for (; column + kColumns * kLanes <= head_dim; column += kColumns * kLanes) {
             F acc[kRows][kColumns];
             unroll<kRows * kColumns>([&](auto i) ROPEWAY_LAMBDA {
-                source(i / kColumns, column + i % kColumns * kLanes, acc[i / kColumns][i % kColumns]);
+                acc[i / kColumns][i % kColumns] = source(i / kColumns, column + i % kColumns * kLanes);
             });
             for (int64_t v = first; v < stop; ++v) {
-                if (next != nullptr) {
-                    const int64_t n = v + distance;
-                    if (n < last)
-                        prefetch_values(span.values[n], column, kColumns * kLanes);
-                    else if (n - last < kSpan / kLanes && next->values[n - last] != nullptr)
-                        prefetch_keys(next->keys[n - last], column, kColumns * kLanes);
-                }
+                fetch_beside_values(span, fetch, v, last, column, kColumns * kLanes);
                 const T* values = span.values[v] + column * M::kStep;
                 tile<V, T, kRows, 1, kColumns>(weight + v * kLanes, kLine, &values, head_dim * M::kStep,
                                                std::min<int64_t>(kLanes, to - v * kLanes), acc);
@@ -438,7 +476,7 @@ struct AttentionKernel {
         }
         if constexpr (kColumns > 1) {
             if (column < head_dim)
-                weigh<kRows, (kColumns + 1) / 2>(work, span, next, first, stop, last, to, column, source, sink);
+                weigh<kRows, (kColumns + 1) / 2>(work, span, fetch, first, stop, last, to, column, source, sink);
         }
     }
 
