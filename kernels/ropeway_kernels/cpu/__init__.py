@@ -121,14 +121,18 @@ class NativeKernels:
             "argmax": (p, n, n, n, p, p),
             "set_num_threads": (i,),
         }.items():
-            function = getattr(library, f"ropeway_{name}")
-            function.argtypes, function.restype = arguments, None
+            self.function(name, arguments)
         for name, arguments in {"peak": (n,), "read_rate": (p, n)}.items():
-            function = getattr(library, f"ropeway_{name}")
-            function.argtypes, function.restype = arguments, ctypes.c_double
+            self.function(name, arguments, ctypes.c_double)
         self._linear = library.ropeway_linear
         self._rms_norm = library.ropeway_rms_norm
         self._gated = library.ropeway_gated
+
+    def function(self, name: str, arguments: tuple[Any, ...], result: Any = None) -> Any:
+        """One of the library's functions with its types declared."""
+        function = getattr(self._library, f"ropeway_{name}")
+        function.argtypes, function.restype = arguments, result
+        return function
 
     def set_num_threads(self, count: int) -> None:
         self._library.ropeway_set_num_threads(count)

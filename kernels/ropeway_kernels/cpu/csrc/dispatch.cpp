@@ -7,10 +7,8 @@
 #include <algorithm>
 #include <cstring>
 
+#include "dispatch.h"
 #include "threads.h"
-#include "types.h"
-
-#define EXPORT extern "C" __attribute__((visibility("default")))
 
 namespace ropeway {
 namespace {
@@ -32,13 +30,6 @@ bool supported(const Kernels* set) {
         return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
 #endif
     return true;  // NEON is part of every aarch64; scalar code runs anywhere
-}
-
-// The widest set in which a vector divides both sizes.
-const Kernels& fitting(int64_t a, int64_t b) {
-    const Kernels* const* set = chain;
-    while (set[1] != nullptr && (a % (*set)->lanes != 0 || b % (*set)->lanes != 0)) ++set;
-    return **set;
 }
 
 size_t size_of(int32_t type) { return static_cast<Type>(type) == Type::kF32 ? 4 : 2; }
@@ -70,6 +61,14 @@ void unpack_row(const Linear& from, int64_t n, T* row) {
 }  // namespace
 
 int num_threads() { return threads; }
+
+const Kernels& widest() { return *chain[0]; }
+
+const Kernels& fitting(int64_t a, int64_t b) {
+    const Kernels* const* set = chain;
+    while (set[1] != nullptr && (a % (*set)->lanes != 0 || b % (*set)->lanes != 0)) ++set;
+    return **set;
+}
 
 // Chooses the sets from `name` (null: the widest) downwards. Returns the chosen set's name; null if this build or this
 // processor lacks it.

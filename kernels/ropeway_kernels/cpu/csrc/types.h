@@ -75,6 +75,56 @@ struct RopeKv {
     float eps;
 };
 
+// One layer of a decoder on one rank, and what all its layers share. Norm weights are float32; null: there is no such norm.
+struct Layer {
+    Linear qkv, out, gate_up, down;
+    const float* attention_norm;
+    const float* attention_out_norm;
+    const float* mlp_norm;
+    const float* mlp_out_norm;
+    const float* q_norm;
+    const float* k_norm;
+    void* kv;                // block 0 of this layer
+    int32_t rotary;          // which of a step's angles
+    int32_t sliding_window;  // 0: none
+    float scale;
+    float soft_cap;  // 0: none
+};
+
+struct Stack {
+    const Layer* layers;
+    int64_t num_layers;
+    int64_t hidden_size;
+    int64_t intermediate_size;
+    int64_t block_stride;  // elements
+    int32_t num_heads;
+    int32_t num_kv_heads;
+    int32_t head_dim;
+    int32_t rotary_dim;
+    int32_t block_size;
+    int32_t type;     // of activations
+    int32_t kv_type;  // of the cache
+    int32_t gate;     // Gate
+    float eps;
+};
+
+constexpr int kMaxRotaries = 2;
+
+// One step through a stack. Fields as in Attention and RopeKv.
+struct StackStep {
+    void* residual;  // [num_tokens, hidden_size]: the embeddings; afterwards the sum before the last block's output
+    void* out;       // [num_tokens, hidden_size]: the last block's output
+    const float* cos[kMaxRotaries];
+    const float* sin[kMaxRotaries];
+    const int64_t* slot_mapping;
+    const int32_t* query_start_loc;
+    const int32_t* seq_lens;
+    const int32_t* block_table;
+    int64_t max_blocks;
+    int64_t num_reqs;
+    int64_t num_tokens;
+};
+
 enum class Gate : int32_t { kSilu = 0, kGelu = 1, kGeluTanh = 2 };
 
 // What one instruction set offers. A null entry falls to the next narrower set.

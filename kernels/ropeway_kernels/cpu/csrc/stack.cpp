@@ -1,0 +1,92 @@
+// All layers of a decoder in one call. From Python a layer is nine calls and as many tensors, which at one row takes a
+// third of the time of a small model's step.
+//
+// Owns: the order of a layer's kernels, the buffers between them. Must not know: how a kernel works, embeddings, logits.
+// Called by: ../stack.py through ctypes. The same layer in Python is ropeway.model.decoder.DecoderLayer.
+
+#include <algorithm>
+#include <chrono>
+
+#include "dispatch.h"
+#include "threads.h"
+
+namespace ropeway {
+namespace {
+
+struct Buffers {
+    Scratch normed, qkv, attended, gate_up, gated;
+};
+
+// Seconds spent so far by kind of kernel: a few clock readings per layer, and a profile is there whenever it is asked for.
+enum Kind { kLinear, kAttention, kRopeKv, kNorm, kGate, kKinds };
+double spent[kKinds];
+
+template <class Call>
+void timed(Kind kind, const Call& call) {
+    const auto began = std::chrono::steady_clock::now();
+    call();
+    spent[kind] += std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
+}
+
+void* grow(Scratch& scratch, int64_t elements, Type type) {
+    return scratch.get<char>(elements * (type == Type::kF32 ? 4 : 2));
+}
+
+}  // namespace
+
+EXPORT void ropeway_stack(const Stack* stack, const StackStep* step) {
+    static Buffers buffers;
+    const Stack& s = *stack;
+    const Type type = static_cast<Type>(s.type);
+    const int64_t rows = step->num_tokens, hidden = s.hidden_size, inner = s.intermediate_size;
+    const int64_t heads = s.num_heads * s.head_dim, all_heads = (s.num_heads + 2 * s.num_kv_heads) * s.head_dim;
+    const Kernels& plain = widest();
+    const Kernels& by_head = fitting(s.head_dim, s.block_size);
+    void* const normed = grow(buffers.normed, rows * hidden, type);
+    void* const qkv = grow(buffers.qkv, rows * all_heads, type);
+    void* const attended = grow(buffers.attended, rows * heads, type);
+    void* const gate_up = grow(buffers.gate_up, rows * 2 * inner, type);
+    void* const gated = grow(buffers.gated, rows * inner, type);
+    void* const out = step->out;
+
+    const auto linear = [&](const Linear& w, const void* x, void* y) {
+        timed(kLinear, [&] { plain.linear(w, x, type, rows, w.in_features, y, type, w.out_features); });
+    };
+    const auto norm = [&](const void* x, void* residual, const float* weight, void* y) {
+        timed(kNorm, [&] { plain.rms_norm(x, residual, weight, y, type, rows, hidden, s.eps); });
+    };
+    const auto norm_output = [&](const float* weight) {
+        if (weight != nullptr) norm(out, nullptr, weight, out);
+    };
+
+    for (int64_t i = 0; i < s.num_layers; ++i) {
+        const Layer& layer = s.layers[i];
+        if (i == 0)
+            norm(step->residual, nullptr, layer.attention_norm, normed);
+        else
+            norm(out, step->residual, layer.attention_norm, normed);
+        linear(layer.qkv, normed, qkv);
+        timed(kRopeKv, [&] {
+            by_head.rope_kv({qkv, layer.kv, step->cos[layer.rotary], step->sin[layer.rotary], layer.q_norm, layer.k_norm,
+                             step->slot_mapping, rows, s.block_stride, s.num_heads, s.num_kv_heads, s.head_dim,
+                             s.rotary_dim, s.block_size, s.type, s.kv_type, s.eps});
+        });
+        timed(kAttention, [&] {
+            by_head.attention({qkv, attended, layer.kv, all_heads, s.block_stride, step->query_start_loc, step->seq_lens,
+                               step->block_table, step->max_blocks, step->num_reqs, s.num_heads, s.num_kv_heads,
+                               s.head_dim, s.block_size, s.type, s.kv_type, layer.sliding_window, layer.scale,
+                               layer.soft_cap});
+        });
+        linear(layer.out, attended, out);
+        norm_output(layer.attention_out_norm);
+        norm(out, step->residual, layer.mlp_norm, normed);
+        linear(layer.gate_up, normed, gate_up);
+        timed(kGate, [&] { plain.gated(gate_up, gated, type, rows, inner, static_cast<Gate>(s.gate)); });
+        linear(layer.down, gated, out);
+        norm_output(layer.mlp_out_norm);
+    }
+}
+
+EXPORT void ropeway_stack_seconds(double* seconds) { std::copy_n(spent, static_cast<int>(kKinds), seconds); }
+
+}  // namespace ropeway
