@@ -19,7 +19,7 @@ from typing import Any, Literal
 import click
 
 from ropeway import __version__
-from ropeway.config import SECTIONS, build_config
+from ropeway.config import SECTIONS, Config, build_config
 from ropeway.errors import ConfigError, EngineDeadError
 
 EXIT_FAILED = 1
@@ -196,8 +196,8 @@ class _Flag(click.Option):
         )
 
 
-class _ServeCommand(click.Command):
-    """Parses what adapt_arguments left, and groups the flags in its help like the configuration."""
+class _EngineCommand(click.Command):
+    """A command with a model and the engine's flags. Parses what adapt_arguments left, and groups the flags in its help like the configuration."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         args, warnings = adapt_arguments(args)
@@ -215,18 +215,58 @@ class _ServeCommand(click.Command):
                 formatter.write_dl(records)
 
 
-def _run_serve(model_argument: str | None, config: str | None, **flags: Any) -> int:
+def _settings(model_argument: str | None, config: str | None, flags: dict[str, Any]) -> Config:
     given = {name: value for name, value in flags.items() if value is not None and value != ()}
     if model_argument is not None:
         if given.get("model", model_argument) != model_argument:
             raise ConfigError(f"two models are named: {model_argument} and --model {given['model']}")
         given["model"] = model_argument
-    settings = build_config(given, os.environ, Path(config) if config else None)
+    return build_config(given, os.environ, Path(config) if config else None)
+
+
+def _run_serve(model_argument: str | None, config: str | None, **flags: Any) -> int:
+    settings = _settings(model_argument, config, flags)
 
     from ropeway.serve import serve  # the HTTP stack has no business in `ropeway --help`, nor in the engine process
 
     code: int = serve(settings)
     return code
+
+
+def _model_parameters() -> list[click.Parameter]:
+    return [
+        click.Argument(["model_argument"], metavar="[MODEL]", required=False),
+        click.Option(["--config"], metavar="FILE", help="TOML file with settings; the environment and flags win."),
+    ]
+
+
+ENGINE_CONTEXT: dict[str, Any] = {"token_normalize_func": plain_flag, "max_content_width": 120}
+
+
+def _offline_command(name: str, short_help: str, module: Any) -> click.Command:
+    """A bench command that runs an engine: its own flags and the engine's, of which it may have other defaults."""
+    own: list[click.Parameter] = module.flags()
+    names = [parameter.name for parameter in own]
+
+    def run(model_argument: str | None, config: str | None, **values: Any) -> int:
+        flags = {name: values.pop(name) for name in names}
+        given = {name: value for name, value in values.items() if value is not None}
+        settings = _settings(model_argument, config, {**module.DEFAULTS, **given})
+
+        from ropeway.bench.offline import EngineParts
+
+        code: int = module.run(settings, flags, EngineParts(settings))
+        return code
+
+    engine = [_Flag(*setting) for setting in _fields() if setting[0] != "server"]
+    return _EngineCommand(
+        name,
+        callback=run,
+        short_help=short_help,
+        help=module.HELP,
+        params=[*_model_parameters(), *own, *engine],
+        context_settings=ENGINE_CONTEXT,
+    )
 
 
 @click.group(invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
@@ -239,24 +279,20 @@ def cli(context: click.Context) -> None:
 
 
 cli.add_command(
-    _ServeCommand(
+    _EngineCommand(
         "serve",
         callback=_run_serve,
         short_help="Serve a model.",
         help="Serve MODEL: a Hugging Face folder, a .gguf file or a hub id. Without one, a small demo model is served.\n\n"
         "Each flag may also stand in a TOML file (--config) or in the environment (ROPEWAY_MAX_NUM_SEQS=64).",
-        params=[
-            click.Argument(["model_argument"], metavar="[MODEL]", required=False),
-            click.Option(["--config"], metavar="FILE", help="TOML file with settings; the environment and flags win."),
-            *(_Flag(*setting) for setting in _fields()),
-        ],
-        context_settings={"token_normalize_func": plain_flag, "max_content_width": 120},
+        params=[*_model_parameters(), *(_Flag(*setting) for setting in _fields())],
+        context_settings=ENGINE_CONTEXT,
     )
 )
 
 
 class _BenchGroup(click.Group):
-    """Each command is `command` in the module of its name, imported when it is called."""
+    """Each command is a module of its name, imported when it is called."""
 
     COMMANDS: typing.ClassVar = {
         "latency": "Time of one batch, without a server.",
@@ -271,7 +307,10 @@ class _BenchGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in self.COMMANDS:
             return None
-        command: click.Command = importlib.import_module(f"ropeway.bench.{cmd_name}").command
+        module = importlib.import_module(f"ropeway.bench.{cmd_name}")
+        if not hasattr(module, "command"):
+            return _offline_command(cmd_name, self.COMMANDS[cmd_name], module)
+        command: click.Command = module.command
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
