@@ -166,7 +166,7 @@ def test_every_pair_of_types(dtype: torch.dtype, kv_dtype: torch.dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("head_dim", [16, 32, 64, 80, 96, 128, 256])
+@pytest.mark.parametrize("head_dim", [8, 16, 24, 64, 72, 80, 96, 128, 256])
 def test_head_dims(head_dim: int, dtype: torch.dtype):
     check(SHORT, head_dim=head_dim, dtype=dtype)
 

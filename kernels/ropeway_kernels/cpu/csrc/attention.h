@@ -356,7 +356,8 @@ struct AttentionKernel {
                 if (fetch.near != nullptr || fetch.far != nullptr)
                     for (int j = 0; j < kColumns; ++j) fetch_beside_keys(span, fetch, v + j, first, last, i);
                 const A* q = work.q + row * head_dim + i;
-                tile<V, T, kRows, kColumns, 1>(q, head_dim, keys, block_size * M::kStep, piece, acc);
+                const int64_t count = std::min(piece, head_dim - i);
+                tile<V, T, kRows, kColumns, 1>(q, head_dim, keys, block_size * M::kStep, count, acc);
                 unroll<kColumns>([&](auto j) ROPEWAY_LAMBDA { keys[j] += piece * block_size; });
             }
             unroll<kRows * kColumns>([&](auto i) ROPEWAY_LAMBDA {
