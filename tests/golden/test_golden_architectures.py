@@ -29,7 +29,7 @@ LLAMA3 = {
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 SLIDING = {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}
 GEMMA = {
-    "head_dim": 12,
+    "head_dim": 16,
     "query_pre_attn_scalar": 17,
     "sliding_window": 6,
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
