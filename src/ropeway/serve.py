@@ -32,7 +32,7 @@ from ropeway.config import Config, ModelConfig, ServerConfig
 from ropeway.engine.process import LOG_FORMAT
 from ropeway.engine.process_client import ProcessEngineClient
 from ropeway.errors import ConfigError
-from ropeway.hub import resolve_model
+from ropeway.hub import home, resolve_model
 from ropeway.protocol import EngineReady, StepOutputs
 
 if TYPE_CHECKING:
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("ropeway")
 T = TypeVar("T")
 
+PACKED_FOLDER = "packed"
 BACKLOG = 2048
 MAX_DESCRIPTORS = 65536
 KEEP_ALIVE_SECONDS = 75  # longer than balancers keep idle connections: they close first and never meet a reset
@@ -69,7 +70,7 @@ def make_executor(config: Config, model_folder: Path) -> Executor:
     """Runs in the engine process; the only way to torch from here."""
     from ropeway.worker.executor import LocalExecutor
 
-    executor: Executor = LocalExecutor(config, model_folder)
+    executor: Executor = LocalExecutor(config, model_folder, home() / PACKED_FOLDER)
     return executor
 
 

@@ -6,12 +6,15 @@ Called by: worker.runner (forward), model.loader (slots, finalize).
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+
 import torch
 from torch import Tensor, nn
 
 from ropeway.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec, Rotation
 from ropeway.model.layers import (
     ColumnParallelLinear,
+    Finalized,
     Gate,
     Linear,
     Placement,
@@ -67,7 +70,8 @@ class Attention(nn.Module):
             if self.q_norm is not None and self.k_norm is not None:
                 rotation = Rotation(*angles, self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
             out = fused(heads, rotation, kv_layer, meta, self.spec)
-            return self.o_proj(out.view(x.shape[0], -1))
+            projected: Tensor = self.o_proj(out.view(x.shape[0], -1))
+            return projected
         q_k, v = torch.split(heads, [self.num_heads + self.num_kv_heads, self.num_kv_heads], dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = torch.split(q_k, [self.num_heads, self.num_kv_heads], dim=1)
@@ -182,6 +186,31 @@ class Decoder(nn.Module):
         for module in self.modules():
             if isinstance(module, Linear | RMSNorm):
                 module.finalize()
+
+    def finalized(self) -> dict[str, Tensor] | None:
+        """Every tensor that `finalize` left, by name, so that `adopt` can put them into a new decoder of the same kind;
+        None where a layer does not run on native kernels. Read them only."""
+        result: dict[str, Tensor] = {}
+        for path, layer in self._weighted():
+            tensors = layer.finalized()
+            if tensors is None:
+                return None
+            result |= {f"{path}.{name}": tensor.detach() for name, tensor in tensors.items()}
+        return result
+
+    def adopt(self, tensors: Mapping[str, Tensor]) -> None:
+        """Instead of loading and `finalize`. ``tensors`` may be read-only. Raises ValueError if they are not those of a
+        decoder of this kind; it is of no use then."""
+        for path, layer in self._weighted():
+            layer.adopt(Finalized(tensors, path))
+
+    def _weighted(self) -> Iterator[tuple[str, Linear | RMSNorm | VocabParallelEmbedding]]:
+        """Every layer with weights of its own, and its name."""
+        for path, module in self.named_modules():
+            if module is self.embedding and self.config.tie_word_embeddings:
+                continue
+            if isinstance(module, Linear | RMSNorm | VocabParallelEmbedding):
+                yield path, module
 
     def forward(
         self,

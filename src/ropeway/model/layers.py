@@ -4,12 +4,13 @@ Owns: linears, embedding, head, norm, activations; Slot. Must not know: architec
 Called by: model.decoder (builds and runs them), model.loader (fills their slots, then finalize).
 
 Life of a layer: built with memory of undefined content, filled through `slots`, then `finalize` once, then run. With
-native kernels (`Placement.native`) a layer runs on them, otherwise on torch alone; both mean the same.
+native kernels (`Placement.native`) a layer runs on them, otherwise on torch alone; both mean the same. On native kernels
+`finalized` gives what a layer has become, by name, and `adopt` puts that into a new one, instead of the first two steps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -46,6 +47,21 @@ class Slot:
 
 
 Slots = dict[str, Slot]
+
+
+class Finalized:
+    """One layer's finalized tensors by name, as they were kept."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], prefix: str) -> None:
+        self._tensors = tensors
+        self._prefix = prefix
+
+    def take(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Raises ValueError if it is not there or is not like that."""
+        tensor = self._tensors.get(f"{self._prefix}.{name}")
+        if tensor is None or tensor.shape != torch.Size(shape) or tensor.dtype != dtype:
+            raise ValueError(f"no {self._prefix}.{name} of shape {list(shape)} and type {dtype}")
+        return tensor
 
 
 @dataclass(frozen=True)
@@ -87,6 +103,23 @@ class Linear(nn.Module):
         except (RuntimeError, AttributeError):  # no kernel for this type; torch built without oneDNN
             return
         self.weight = None
+
+    def finalized(self) -> dict[str, Tensor] | None:
+        """None if it is in a form that only this process can read."""
+        if self.packed is None:
+            return None
+        return {"packed": self.packed.data} | ({} if self.packed.bias is None else {"bias": self.packed.bias})
+
+    def adopt(self, state: Finalized) -> None:
+        assert self.native is not None
+        assert self.weight is not None
+        out_features, in_features = self.weight.shape
+        size = self.native.packed_size(out_features, in_features)
+        bias = None if self.bias is None else state.take("bias", [out_features], torch.float32)
+        self.packed = self.native.adopt(
+            state.take("packed", [size], self.weight.dtype), out_features, in_features, bias
+        )
+        self.weight = self.bias = None
 
     def forward(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
         """``[num_tokens, in_features]`` -> ``[num_tokens, out_features]`` in ``out_dtype``, by default x's."""
@@ -174,14 +207,27 @@ class VocabParallelEmbedding(nn.Module):
         self.native = place.native
         self.rows = -(-vocab_size // self.group.size)
         self.start = self.group.rank * self.rows
-        self.weight: nn.Parameter | None = place.empty(self.rows, hidden_size)
-        self.weight[max(vocab_size - self.start, 0) :].zero_()
+        self.weight: nn.Parameter | None = self.new_table(hidden_size, place)
         self.packed: PackedWeight | None = None  # a tied head's: one table in memory serves both
+
+    def new_table(self, hidden_size: int, place: Placement) -> nn.Parameter:
+        """``[rows, hidden_size]``, its padding zero and the rest of undefined content."""
+        table = place.empty(self.rows, hidden_size)
+        table[max(self.vocab_size - self.start, 0) :].zero_()
+        return table
 
     def slots(self, name: str) -> Slots:
         assert self.weight is not None
         shape = (self.vocab_size, self.weight.shape[1])
         return {f"{name}.weight": Slot(shape, [(self.weight, self.start)])}
+
+    def finalized(self) -> dict[str, Tensor]:
+        return {} if self.weight is None else {"weight": self.weight}
+
+    def adopt(self, state: Finalized) -> None:
+        """Not for one whose table a tied head has: the head's `adopt` gives it."""
+        assert self.weight is not None
+        self.weight = nn.Parameter(state.take("weight", self.weight.shape, self.weight.dtype), requires_grad=False)
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """``[num_tokens]`` -> ``[num_tokens, hidden_size]``"""
@@ -206,7 +252,7 @@ class VocabParallelHead(Linear):
     def __init__(self, embedding: VocabParallelEmbedding, *, tied: bool, place: Placement) -> None:
         table = embedding.weight
         assert table is not None
-        super().__init__(table if tied else nn.Parameter(torch.zeros_like(table), requires_grad=False), None, place)
+        super().__init__(table if tied else embedding.new_table(table.shape[1], place), None, place)
         self.vocab_size = embedding.vocab_size
         self.start = embedding.start
         self.group = embedding.group
@@ -220,8 +266,15 @@ class VocabParallelHead(Linear):
     def finalize(self) -> None:
         super().finalize()
         if self.packed is not None:
-            for embedding in self._tied:
-                embedding.packed, embedding.weight = self.packed, None
+            self._share()
+
+    def adopt(self, state: Finalized) -> None:
+        super().adopt(state)
+        self._share()
+
+    def _share(self) -> None:
+        for embedding in self._tied:
+            embedding.packed, embedding.weight = self.packed, None
 
     def forward(self, x: Tensor, out_dtype: torch.dtype | None = torch.float32) -> Tensor:
         """``[num_rows, hidden_size]`` -> ``[num_rows, vocab_size]``"""
@@ -248,6 +301,12 @@ class RMSNorm(nn.Module):
             self.weight.add_(1.0)
         if self.native is not None:
             self.weight = nn.Parameter(self.weight.float(), requires_grad=False)
+
+    def finalized(self) -> dict[str, Tensor]:
+        return {"weight": self.weight}
+
+    def adopt(self, state: Finalized) -> None:
+        self.weight = nn.Parameter(state.take("weight", self.weight.shape, torch.float32), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """``[num_tokens, size]``, or ``[num_tokens, num_heads, size]``, -> the same shape and type."""

@@ -23,6 +23,7 @@ from torch import Tensor
 from ropeway.errors import ConfigError
 from ropeway.model.decoder import Decoder
 from ropeway.model.layers import Placement, Slots
+from ropeway.model.packed_cache import PackedCache
 from ropeway.model.parallel import ProcessGroup
 from ropeway.model.registry import DecoderConfig
 from ropeway_kernels.cpu import NativeKernels
@@ -44,22 +45,44 @@ def load_model(
     seed: int,
     group: ProcessGroup,
     native: NativeKernels | None = None,
+    cache: PackedCache | None = None,
 ) -> Decoder:
     """A decoder that is ready to run, with this rank's share of the weights in ``dtype`` on ``device``.
 
     load_format: ``auto`` takes safetensors, else GGUF; ``safetensors``; ``gguf``; ``dummy`` needs no files and is the
-    same for equal ``seed``. native: kernels to run the layers on, for a CPU. Raises ConfigError naming the file or tensor.
+    same for equal ``seed``. native: kernels to run the layers on, for a CPU. cache: where what these kernels read may be
+    kept from one start to the next; dummy weights are not. Raises ConfigError naming the file or tensor.
     """
-    decoder = Decoder(config, Placement(dtype, device, group, native))
-    slots = decoder.slots()
+    place = Placement(dtype, device, group, native)
+    decoder = Decoder(config, place)
     if load_format == "dummy":
-        tensors = _dummy_tensors(slots, seed, zero_norms=config.gemma_norms)
-    else:
-        tensors = _read_tensors(folder, load_format)
-    _fill(slots, tensors, tied=config.tie_word_embeddings)
-    del slots, tensors  # they hold on to the plain weights, which finalize replaces one by one
-    decoder.finalize()
+        slots = decoder.slots()
+        _load(decoder, slots, _dummy_tensors(slots, seed, zero_norms=config.gemma_norms))
+        return decoder
+    files = _weight_files(folder, load_format)
+    if native is None or cache is None:
+        _load(decoder, decoder.slots(), _read_tensors(files))
+        return decoder
+
+    layout = f"panels of {native.panel}, {dtype}, rank {group.rank} of {group.size}"
+    kept = cache.find([folder / "config.json", *files], layout)
+    if kept is not None:
+        try:
+            decoder.adopt(kept)
+            return decoder
+        except ValueError as error:
+            cache.reject(str(error))
+            decoder = Decoder(config, place)
+    _load(decoder, decoder.slots(), _read_tensors(files))
+    if (state := decoder.finalized()) is not None:
+        cache.offer(state)
     return decoder
+
+
+def _load(decoder: Decoder, slots: Slots, tensors: Iterator[tuple[str, Tensor]]) -> None:
+    _fill(slots, tensors, tied=decoder.config.tie_word_embeddings)
+    slots.clear()  # they hold on to the plain weights, which finalize replaces one by one
+    decoder.finalize()
 
 
 def _fill(slots: Slots, tensors: Iterator[tuple[str, Tensor]], *, tied: bool) -> None:
@@ -98,51 +121,67 @@ def _some(names: list[str]) -> str:
     return ", ".join(sorted(names)[:8]) + (", ..." if len(names) > 8 else "")
 
 
-def _read_tensors(folder: Path, load_format: str) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor in the folder's weight files, one at a time, on the CPU in the type it is stored in."""
+WeightFiles = dict[Path, set[str]]
+"""In the order in which they are read; to each, the tensors that an index says it holds."""
+
+
+def _weight_files(folder: Path, load_format: str) -> WeightFiles:
     shards = sorted(folder.glob("*.safetensors"))
     ggufs = sorted(folder.glob("*.gguf"))
     if load_format in ("auto", "safetensors") and (shards or (folder / _INDEX).exists()):
-        return _read_safetensors(folder, shards)
+        return _safetensors_files(folder, shards)
     if load_format in ("auto", "gguf") and ggufs:
-        from ropeway.model.gguf import iter_tensors
-
         if len(ggufs) > 1:
             raise ConfigError(f"{folder}: {len(ggufs)} .gguf files; there must be one")
-        return iter_tensors(ggufs[0])
+        return {ggufs[0]: set()}
     wanted = {"auto": ".safetensors or .gguf", "safetensors": ".safetensors", "gguf": ".gguf"}[load_format]
     others = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
     hint = f"; {others[0]} is a pickle, which is not loaded: convert it to safetensors" if others else ""
     raise ConfigError(f"{folder}: no {wanted} file{hint}")
 
 
-def _read_safetensors(folder: Path, shards: list[Path]) -> Iterator[tuple[str, Tensor]]:
-    promised: dict[str, set[str]] = {}  # file name -> tensors that the index says it holds
+def _safetensors_files(folder: Path, shards: list[Path]) -> WeightFiles:
     index = folder / _INDEX
     if index.exists():
+        promised: dict[str, set[str]] = {}
         try:
             weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
             for tensor, file in weight_map.items():
                 promised.setdefault(str(file), set()).add(tensor)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError(f"{index}: not a usable index of shards ({error!r})") from error
-        shards = [folder / file for file in sorted(promised)]
-        for shard in shards:
+        files = {folder / file: promised[file] for file in sorted(promised)}
+        for shard in files:
             if shard.parent != folder or not shard.is_file():
                 raise ConfigError(f"{shard}: this shard is named in {_INDEX} but is not there")
-    elif len(shards) > 1:
+        return files
+    if len(shards) > 1:
         # Some repositories hold the same weights a second time, under the training framework's names.
         shards = [shard for shard in shards if not shard.name.startswith("consolidated")]
-    for shard in shards:
-        try:
-            with safe_open(shard, framework="pt", device="cpu") as file:
-                names = set(file.keys())
-                if absent := promised.get(shard.name, set()) - names:
-                    raise ConfigError(f"{shard}: lacks tensors that {_INDEX} places there: {_some(list(absent))}")
-                for name in sorted(names):
-                    yield name, file.get_tensor(name)
-        except (SafetensorError, OSError) as error:
-            raise ConfigError(f"{shard}: damaged or incomplete ({error})") from error
+    return {shard: set() for shard in shards}
+
+
+def _read_tensors(files: WeightFiles) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor in the files, one at a time, on the CPU in the type it is stored in."""
+    for path, promised in files.items():
+        if path.suffix == ".gguf":
+            from ropeway.model.gguf import iter_tensors
+
+            yield from iter_tensors(path)
+        else:
+            yield from _read_safetensors(path, promised)
+
+
+def _read_safetensors(shard: Path, promised: set[str]) -> Iterator[tuple[str, Tensor]]:
+    try:
+        with safe_open(shard, framework="pt", device="cpu") as file:
+            names = set(file.keys())
+            if absent := promised - names:
+                raise ConfigError(f"{shard}: lacks tensors that {_INDEX} places there: {_some(list(absent))}")
+            for name in sorted(names):
+                yield name, file.get_tensor(name)
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(f"{shard}: damaged or incomplete ({error})") from error
 
 
 def _dummy_tensors(slots: Slots, seed: int, *, zero_norms: bool) -> Iterator[tuple[str, Tensor]]:

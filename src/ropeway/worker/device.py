@@ -44,8 +44,9 @@ class Device(Protocol):
 
     def computes_natively(self, dtype: torch.dtype) -> bool: ...
 
-    def kv_budget(self, utilization: float) -> int:
-        """Bytes that the KV cache may take now that the weights are loaded."""
+    def kv_budget(self, utilization: float, mapped_bytes: int = 0) -> int:
+        """Bytes that the KV cache may take now that the weights are loaded. mapped_bytes: of weights that lie in a
+        mapped file, whose memory the system counts as available."""
         ...
 
     def upload(self, arrays: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
@@ -103,8 +104,8 @@ class CpuDevice:
             return bool(has.get("avx512_bf16") or has.get("amx_bf16") or has.get("bf16"))
         return bool(has.get("avx512_fp16") or has.get("amx_fp16"))
 
-    def kv_budget(self, utilization: float) -> int:
-        return min(int(available_memory() * utilization), _CPU_KV_LIMIT)
+    def kv_budget(self, utilization: float, mapped_bytes: int = 0) -> int:
+        return min(int(max(0, available_memory() - mapped_bytes) * utilization), _CPU_KV_LIMIT)
 
     def upload(self, arrays: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
         return {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()}
@@ -116,7 +117,7 @@ class CpuDevice:
 class CudaDevice:
     name = "cuda"
     supports_overlap = True
-    native = None
+    native: cpu_kernels.NativeKernels | None = None
 
     def __init__(self, index: int = 0) -> None:
         self.torch_device = torch.device("cuda", index)
@@ -129,7 +130,7 @@ class CudaDevice:
     def computes_natively(self, dtype: torch.dtype) -> bool:
         return dtype != torch.bfloat16 or torch.cuda.is_bf16_supported(including_emulation=False)
 
-    def kv_budget(self, utilization: float) -> int:
+    def kv_budget(self, utilization: float, mapped_bytes: int = 0) -> int:
         free, total = torch.cuda.mem_get_info(self.torch_device)
         return int(total * utilization) - (total - free)
 

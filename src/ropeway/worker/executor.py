@@ -33,9 +33,11 @@ _WARM_UP_ID = -1  # no request has a negative id
 class LocalExecutor:
     """Implements engine.step.Executor with one device. Picklable until started."""
 
-    def __init__(self, config: Config, model_folder: Path) -> None:
+    def __init__(self, config: Config, model_folder: Path, packed_folder: Path | None = None) -> None:
+        """packed_folder: where packed weights are kept from one start to the next; None keeps none."""
         self._config = config
         self._folder = model_folder
+        self._packed_folder = packed_folder
         self._runner: ModelRunner | None = None
         self._thread: ThreadPoolExecutor | None = None  # with overlap: steps run here, in the order submitted
 
@@ -46,6 +48,7 @@ class LocalExecutor:
         seconds: dict[str, float] = {}
         with _phase(seconds, "import"):
             from ropeway.model.loader import load_model
+            from ropeway.model.packed_cache import PackedCache
             from ropeway.model.parallel import SINGLE
             from ropeway.model.registry import parse_config
             from ropeway.worker import memory
@@ -56,6 +59,7 @@ class LocalExecutor:
             raise ConfigError("--tensor-parallel-size: more than one device is not supported yet")
         device = make_device(config.device.device)
         device.prepare(config.device.num_threads)
+        packed = None if self._packed_folder is None else PackedCache(self._packed_folder)
         with _phase(seconds, "load"):
             model_config = parse_config(_read_config(self._folder), max(0, config.model.max_model_len))
             max_model_len = memory.resolve_max_model_len(
@@ -71,6 +75,7 @@ class LocalExecutor:
                 seed=config.model.seed,
                 group=SINGLE,
                 native=device.native,
+                cache=packed,
             )
         with _phase(seconds, "kv"):
             block_size = config.cache.block_size
@@ -78,7 +83,7 @@ class LocalExecutor:
             num_blocks = memory.num_kv_blocks(
                 config.cache,
                 block_bytes=block_size * token_elements * dtype.itemsize,
-                budget=device.kv_budget(config.cache.gpu_memory_utilization),
+                budget=device.kv_budget(config.cache.gpu_memory_utilization, packed.mapped_bytes if packed else 0),
                 max_num_seqs=config.scheduler.max_num_seqs,
                 max_model_len=max_model_len,
             )
@@ -109,6 +114,8 @@ class LocalExecutor:
             self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ropeway-worker")
         with _phase(seconds, "warmup"):
             self._warm_up(min(block_size, max_model_len))
+        if packed is not None:
+            packed.write_in_background()
         capacity = KVCapacity(
             num_blocks=num_blocks,
             block_size=block_size,
