@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ropeway.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec, Rotation
+from ropeway.attention.cpu import CpuAttention
 from ropeway.model.layers import (
     ColumnParallelLinear,
     Finalized,
@@ -26,6 +27,7 @@ from ropeway.model.layers import (
 )
 from ropeway.model.registry import DecoderConfig
 from ropeway.model.rotary import Rotary, rotate
+from ropeway_kernels.cpu.stack import MAX_ROTARIES, LayerStack, StackLayer
 
 
 class Attention(nn.Module):
@@ -131,6 +133,34 @@ class DecoderLayer(nn.Module):
             | self.mlp_out_norm.slots(f"{name}.post_feedforward_layernorm")
         )
 
+    def native_parts(self, rotary: int) -> StackLayer | None:
+        """What `forward` does, for the native stack; None if a linear is not packed."""
+        attention, mlp = self.attention, self.mlp
+        qkv, out = attention.qkv_proj.packed, attention.o_proj.packed
+        gate_up, down = mlp.gate_up_proj.packed, mlp.down_proj.packed
+        if qkv is None or out is None or gate_up is None or down is None:
+            return None
+
+        def weight(norm: RMSNorm | None) -> Tensor | None:
+            return None if norm is None else norm.weight
+
+        return StackLayer(
+            qkv=qkv,
+            out=out,
+            gate_up=gate_up,
+            down=down,
+            attention_norm=self.attention_norm.weight,
+            mlp_norm=self.mlp_norm.weight,
+            attention_out_norm=weight(self.attention_out_norm),
+            mlp_out_norm=weight(self.mlp_out_norm),
+            q_norm=weight(attention.q_norm),
+            k_norm=weight(attention.k_norm),
+            rotary=rotary,
+            sliding_window=attention.spec.sliding_window,
+            scale=attention.spec.scale,
+            soft_cap=attention.spec.soft_cap,
+        )
+
     def forward(
         self,
         x: Tensor,
@@ -160,6 +190,8 @@ class Decoder(nn.Module):
         self.config = config
         self.dtype = place.dtype
         self.native = place.native
+        self._stackable = place.native is not None and place.group.size == 1
+        self._stack: tuple[int, LayerStack] | None = None  # with the address of the cache that it is bound to
         self.embedding = VocabParallelEmbedding(config.vocab_size, config.hidden_size, place=place)
         self.layers = nn.ModuleList(DecoderLayer(config, index, place) for index in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, plus_one=config.gemma_norms, place=place)
@@ -232,12 +264,49 @@ class Decoder(nn.Module):
             x = x * self.embedding_scale
         angle_type = torch.float32 if hasattr(backend, "forward_fused") else self.dtype
         angles = [rotary.angles(positions, angle_type) for rotary in self.rotaries]
-        residual: Tensor | None = None
-        for layer, rotary, kv_layer in zip(self.layers, self.rotary_of_layer, kv_layers, strict=True):
-            x, residual = layer(x, residual, angles[rotary], kv_layer, backend, meta)
-        assert residual is not None
+        stack = self._native_stack(kv_layers, backend)
+        if stack is not None:
+            x, residual = stack.run(x, angles, meta.slot_mapping, meta.query_start_loc, meta.seq_lens, meta.block_table)
+        else:
+            x, residual = self._run_layers(x, angles, kv_layers, backend, meta)
         x, _ = self.norm.add(x[logits_indices], residual[logits_indices])
         logits: Tensor = self.head(x)
         if (cap := self.config.logits_soft_cap) is not None:
             logits = cap * torch.tanh(logits / cap)
         return logits
+
+    def _run_layers(
+        self,
+        x: Tensor,
+        angles: list[tuple[Tensor, Tensor]],
+        kv_layers: list[Tensor],
+        backend: AttentionBackend,
+        meta: AttentionMetadata,
+    ) -> tuple[Tensor, Tensor]:
+        residual: Tensor | None = None
+        for layer, rotary, kv_layer in zip(self.layers, self.rotary_of_layer, kv_layers, strict=True):
+            x, residual = layer(x, residual, angles[rotary], kv_layer, backend, meta)
+        assert residual is not None
+        return x, residual
+
+    def _native_stack(self, kv_layers: list[Tensor], backend: AttentionBackend) -> LayerStack | None:
+        """All layers as one native call, where every part of them is native: the same kernels in the same order as
+        `_run_layers`, without Python between them."""
+        if not self._stackable or not isinstance(backend, CpuAttention):
+            return None
+        address = kv_layers[0].data_ptr()
+        if self._stack is None or self._stack[0] != address:
+            layers = []
+            for layer, rotary in zip(self.layers, self.rotary_of_layer, strict=True):
+                assert isinstance(layer, DecoderLayer)
+                if (parts := layer.native_parts(rotary)) is not None:
+                    layers.append(parts)
+            one_width = len({rotary.spec.rotary_dim for rotary in self.rotaries}) == 1
+            if len(layers) < len(self.layers) or not one_width or len(self.rotaries) > MAX_ROTARIES:
+                self._stackable = False
+                return None
+            config = self.config
+            assert self.native is not None
+            stack = LayerStack(self.native, layers, kv_layers, gate=config.activation, eps=config.rms_norm_eps)
+            self._stack = address, stack
+        return self._stack[1]

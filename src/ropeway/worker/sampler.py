@@ -127,7 +127,7 @@ def _process(logits: Tensor, inputs: SamplingInputs) -> _Processed | None:
     parts += [inputs.penalties.rows] if inputs.penalties is not None else []
     if len(parts) == 1 and not inputs.allowed:
         return None
-    rows = torch.cat(parts).unique()
+    rows = torch.cat(parts).unique()  # type: ignore[no-untyped-call]
     lines = logits.index_select(0, rows)
     line_of = torch.full((logits.shape[0],), -1, device=logits.device)
     line_of[rows] = torch.arange(len(rows), device=logits.device)
