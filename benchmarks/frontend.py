@@ -2,16 +2,18 @@
 
     python benchmarks/frontend.py
 
-Two servers, both uvicorn with the settings of `ropeway serve`, measured in turn at each pace:
+Three servers, measured in turn at each pace:
 
 * ropeway: the app, the engine client, the pipe, and an engine process whose executor returns one fixed token per row and
   takes exactly one period per step.
-* raw: an ASGI endpoint that sends one constant frame of the same bytes to each stream once per period. What uvicorn,
-  uvloop and the kernel cost by themselves: nothing that speaks ASGI sends frames for less.
+* raw: uvicorn as in `ropeway serve`, with an ASGI endpoint that sends one constant frame to each stream once per period.
+  What uvicorn, uvloop and the kernel cost by themselves: with one frame per token, nothing that speaks ASGI costs less.
+* vllm, where `peers.py` has set it up: its own API and engine processes over the same kind of executor (vllm_stub.py).
 
 The client counts tokens and frames in the bytes and parses nothing. The figure is streamed tokens per second of the
 server process's own CPU time (user and system), so neither the client nor the engine counts, while all streams run.
-Frames per token says how much was joined: 1 means that each token was sent by itself.
+Frames per token says how much was joined: 1 means that each token was sent by itself, as long as the server keeps up.
+The shortest period asks for more than that: it shows what a core can do when it is always late.
 """
 
 from __future__ import annotations
@@ -21,11 +23,13 @@ import asyncio
 import contextlib
 import functools
 import json
+import os
 import selectors
 import socket
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -38,13 +42,26 @@ from stub import StubExecutor, StubHandle, write_result
 from ropeway.config import Config, build_config
 from ropeway.engine.process_client import ProcessEngineClient
 from ropeway.engine.step import Executor, KVCapacity, ModelRunnerOutput, SchedulerOutput
-from ropeway.hub import resolve_model
+from ropeway.hub import home, resolve_model
 from ropeway.serve import Gate, listening, make_http_server, url_of
 
 WORD = " fox"  # one token of the demo model's vocabulary; as long as FRAME_MARK, see count()
 FRAME_MARK = b"ata:"
 DONE = b"data: [DONE]\n\n"
-MAX_TOKENS = 4000  # per stream
+# Tokens per stream, at least and at most. The first stream must still be running when the last one begins, and a server
+# that cannot keep up must come to an end.
+TOKENS = {"raw": (400, 2000), "ropeway": (400, 8000), "vllm": (1000, 1000)}
+START_SECONDS = 300
+PEERS_VLLM = home() / "peers" / "vllm" / "venv" / "bin" / "vllm"
+VLLM_FLAGS = [
+    "--load-format=dummy", "--hf-overrides", '{"num_hidden_layers": 1}', "--enforce-eager", "--max-model-len=8192",
+    "--max-num-seqs=1024", "--max-num-batched-tokens=8192", "--no-async-scheduling", "--disable-log-stats",
+    "--disable-uvicorn-access-log", "--distributed-executor-backend=vllm_stub.PacedExecutor",
+]  # fmt: skip
+VLLM_ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
+    "PYTHONPATH": str(Path(__file__).parent),
+}  # fmt: skip
 CLIENT_PAUSE = 0.01  # seconds between two looks at the sockets: the client must not take the core of the others
 WARM_TOKENS = 8  # per stream, before the clock starts
 
@@ -87,6 +104,14 @@ def make_paced_executor(token_id: int) -> Executor:
     return PacedExecutor(token_id)
 
 
+def stub_token() -> int:
+    """The id of WORD."""
+    from ropeway.server.tokenizer import Tokenizer
+
+    (token_id,) = Tokenizer.load(resolve_model("")).encode(WORD, add_special_tokens=False)
+    return token_id
+
+
 async def serve_ropeway(config: Config, listener: socket.socket) -> None:
     from ropeway.metrics import Metrics
     from ropeway.server.app import create_app
@@ -94,9 +119,8 @@ async def serve_ropeway(config: Config, listener: socket.socket) -> None:
 
     folder = resolve_model("")
     tokenizer = Tokenizer.load(folder)
-    (token_id,) = tokenizer.encode(WORD, add_special_tokens=False)
     metrics = Metrics("stub", config)
-    client = ProcessEngineClient(config, functools.partial(make_paced_executor, token_id), metrics.on_step)
+    client = ProcessEngineClient(config, functools.partial(make_paced_executor, stub_token()), metrics.on_step)
     try:
         gate = Gate()
         gate.app = create_app(config, client, tokenizer, metrics, ready=await client.start())
@@ -176,7 +200,7 @@ def serve(name: str) -> None:
 class Run:
     server: str
     num_streams: int
-    period_us: int  # 0: as fast as the engine goes
+    period_us: int
     num_tokens: int
     num_frames: int
     wall_seconds: float
@@ -261,30 +285,42 @@ def measure(server: str, url: str, process: psutil.Process, num_streams: int, nu
                 last = snapshot()
     selector.close()
     assert all(stream.num_tokens == num_tokens for stream in streams), "tokens were lost"
-    assert first is not None
-    assert last is not None, "the first stream ended before the last one began: give it more --seconds"
+    if first is None or last is None or last[3] == first[3]:
+        raise RuntimeError("the first stream ended before the last one began: give it more --seconds")
     tokens, frames, wall, cpu = (after - before for before, after in zip(first, last, strict=True))
     return Run(server, num_streams, period_us, int(tokens), int(frames), wall, cpu)
 
 
 @contextlib.contextmanager
-def running(name: str) -> Iterator[tuple[str, psutil.Process]]:
-    """URL and process of a server that answers."""
-    process = subprocess.Popen([sys.executable, __file__, "--serve", name], stdout=subprocess.PIPE, text=True)
+def running(name: str, vllm: Path) -> Iterator[tuple[str, psutil.Process]]:
+    """URL and API process of a server that answers."""
+    env = None
+    if name == "vllm":
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            port = probe.getsockname()[1]
+        command = [str(vllm), "serve", str(resolve_model("")), "--host", "127.0.0.1", "--port", str(port), *VLLM_FLAGS]
+        env = {**os.environ, **VLLM_ENVIRONMENT, "STUB_TOKEN": str(stub_token())}
+    else:
+        command = [sys.executable, __file__, "--serve", name]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=env)
     try:
         assert process.stdout is not None
-        url = process.stdout.readline().strip()
-        for _ in range(600):
-            try:  # the socket listens from the start; what is sent waits until somebody accepts
-                measure(name, url, psutil.Process(process.pid), 1, 64, 100)
+        url = f"http://127.0.0.1:{port}" if name == "vllm" else process.stdout.readline().strip()
+        threading.Thread(target=process.stdout.read, daemon=True).start()  # or it would block one day
+        deadline = time.monotonic() + START_SECONDS
+        while True:
+            try:
+                measure(name, url, psutil.Process(process.pid), 1, 64, 2000)
                 break
             except (OSError, RuntimeError):
-                time.sleep(0.1)
+                if process.poll() is not None or time.monotonic() > deadline:
+                    raise
+                time.sleep(0.2)
         yield url, psutil.Process(process.pid)
     finally:
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(10)
+            process.wait(30)
         process.kill()
 
 
@@ -294,33 +330,42 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=256)
     parser.add_argument("--seconds", type=float, default=4, help="of a run, at a pace that can be kept")
     parser.add_argument(
-        "--periods", type=int, nargs="+", default=[20000, 8000, 3000, 1000, 0], help="microseconds per step"
+        "--periods", type=int, nargs="+", default=[20000, 8000, 3000, 1000], help="microseconds per step"
     )
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--vllm", type=Path, default=PEERS_VLLM, help="vLLM's command; without it, it is left out")
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
     args = parser.parse_args()
     if args.serve:
         return serve(args.serve)
+    names = ["raw", "ropeway", *(["vllm"] if args.vllm.exists() else [])]
     runs: list[Run] = []
-    print(f"{'period µs':>9} {'server':>8} {'tok/s':>9} {'tok/s per CPU s':>16} {'frames/token':>13} {'CPU load':>9}")
-    with running("raw") as raw, running("ropeway") as ropeway:
+    with contextlib.ExitStack() as stack:
+        servers = {name: stack.enter_context(running(name, args.vllm)) for name in names}
+        print(
+            f"{'period us':>9} {'server':>8} {'tok/s':>9} {'tok/s per CPU s':>16} {'frames/token':>13} {'CPU load':>9}"
+        )
         for period in args.periods:
             for _ in range(args.rounds):
-                for name, (url, process) in (("raw", raw), ("ropeway", ropeway)):
-                    num_tokens = min(MAX_TOKENS, int(args.seconds * 1e6 / max(period, 1)))
+                for name, (url, process) in servers.items():
+                    least, most = TOKENS[name]
+                    num_tokens = min(most, max(least, int(args.seconds * 1e6 / period)))
                     runs.append(run := measure(name, url, process, args.streams, num_tokens, period))
                     print(
-                        f"{period:9} {name:>8} {run.num_tokens / run.wall_seconds:9.0f} {run.tokens_per_cpu_second:16.0f}"
-                        f" {run.frames_per_token:13.2f} {run.cpu_seconds / run.wall_seconds:9.2f}",
+                        f"{period:9} {name:>8} {run.num_tokens / run.wall_seconds:9.0f} "
+                        f"{run.tokens_per_cpu_second:16.0f} {run.frames_per_token:13.2f} "
+                        f"{run.cpu_seconds / run.wall_seconds:9.2f}",
                         flush=True,
                     )
+    print("\ntokens per CPU second of ropeway over the other's: median (min to max)")
     for period in args.periods:
-        rates = {
-            n: [r.tokens_per_cpu_second for r in runs if (r.period_us, r.server) == (period, n)]
-            for n in ("raw", "ropeway")
-        }
-        ratios = [a / b for a, b in zip(rates["ropeway"], rates["raw"], strict=True)]
-        print(f"{period} µs: ropeway/raw {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
+        rates = {n: [r.tokens_per_cpu_second for r in runs if (r.period_us, r.server) == (period, n)] for n in names}
+        shown = []
+        for other in names:
+            if other != "ropeway":
+                ratios = [ours / theirs for ours, theirs in zip(rates["ropeway"], rates[other], strict=True)]
+                shown.append(f"{other} {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
+        print(f"{period:6} us: {', '.join(shown)}")
     write_result(args.out, "frontend", {"runs": [asdict(run) for run in runs]})
 
 

@@ -61,6 +61,8 @@ class ByteDetokenizer:
         return text
 
     def extend(self, token_ids: Sequence[int]) -> str:
+        if len(token_ids) == 1:
+            return self.push(token_ids[0])
         token_bytes, hidden = self._token_bytes, self._hidden
         data = self._tail + b"".join([token_bytes(token_id) for token_id in token_ids if token_id not in hidden])
         text, used = codecs.utf_8_decode(data, "replace", False)

@@ -311,6 +311,7 @@ class Service:
             if (sending := emit(sequence, TextDelta(finish_reason="length"))) is not None:
                 await sending
             return
+        clock, feed, inter_token = self.clock, stream.feed, self.metrics.inter_token
         last_time: float | None = None
         final = TextDelta(finish_reason="abort")  # what the metrics say if the client leaves
         try:
@@ -318,13 +319,13 @@ class Service:
             deltas = cast("AsyncGenerator[TokenDelta, None]", self.client.generate(request))
             try:
                 async for raw in deltas:
-                    now = self.clock()
-                    delta = stream.feed(raw, now)
+                    now = clock()
+                    delta = feed(raw, now)
                     if raw.token_ids:
                         if last_time is None:
                             self.metrics.first_token(now - request.arrival_time, stream.num_prompt_tokens)
                         else:
-                            self.metrics.inter_token(now - last_time, len(raw.token_ids))
+                            inter_token(now - last_time, len(raw.token_ids))
                         last_time = now
                     if delta.finish_reason is not None:
                         final = delta
