@@ -6,7 +6,6 @@ Everything else about the package stands in pyproject.toml.
 from __future__ import annotations
 
 import platform
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -28,7 +27,7 @@ COMMON = [
     "-fvisibility=hidden",
     "-ffp-contract=off",  # sums are fused where the source says so, or an answer would depend on the compiler's mood
     "-Wall",
-    *(["-fopenmp"] if sys.platform == "linux" else []),
+    "-pthread",
 ]
 
 
@@ -53,7 +52,7 @@ class BuildKernels(build_ext):
         self.compiler.link_shared_object(
             objects,
             self.get_ext_fullpath(ext.name),
-            extra_postargs=["-fopenmp"] if "-fopenmp" in COMMON else [],
+            extra_postargs=["-pthread"],
             build_temp=self.build_temp,
             target_lang="c++",
         )

@@ -4,7 +4,7 @@ Owns: the mirror of csrc/types.h, the choice of instruction set, memory for pack
 batches, anything of ropeway. Called by: model.layers and attention.cpu through `load()`; tests.
 
 The library is built with the package when there is a C++ compiler. Where it is missing `load` returns None and
-`why_not` says why. Every function is called from one thread at a time and uses OpenMP's pool, which is torch's.
+`why_not` says why. Every function is called from one thread at a time and shares its work out to a pool of its own.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch  # also brings the OpenMP runtime that the library shares
+import torch
 from torch import Tensor
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}

@@ -1,7 +1,7 @@
 // The library's C interface: picks the instruction set at run time and passes calls on. No vector code here: this file
 // is compiled for the plainest processor of the family.
 //
-// Owns: the choice of the set, the number of threads, packing. Must not know: torch, Python.
+// Owns: the choice of the set, packing. Must not know: torch, Python.
 // Called by: ../__init__.py through ctypes, from one thread at a time.
 
 #include <algorithm>
@@ -15,19 +15,18 @@ namespace {
 
 constexpr int kMaxSets = 5;
 const Kernels* chain[kMaxSets + 1];  // usable sets, the widest first; ends with null
-int threads = 1;
 
 bool supported(const Kernels* set) {
     if (set == nullptr) return false;
 #if defined(__x86_64__)
     __builtin_cpu_init();
+    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
     if (set == kAvx512 || set == kAvx512Bf16) {
-        const bool plain = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        const bool plain = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
         return plain && (set == kAvx512 || __builtin_cpu_supports("avx512bf16"));
     }
-    if (set == kAvx2)
-        return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+    if (set == kAvx2) return avx2;
 #endif
     return true;  // NEON is part of every aarch64; scalar code runs anywhere
 }
@@ -60,8 +59,6 @@ void unpack_row(const Linear& from, int64_t n, T* row) {
 
 }  // namespace
 
-int num_threads() { return threads; }
-
 const Kernels& widest() { return *chain[0]; }
 
 const Kernels& fitting(int64_t a, int64_t b) {
@@ -86,7 +83,7 @@ EXPORT const char* ropeway_select(const char* name) {
 
 EXPORT int32_t ropeway_panel() { return chain[0]->panel; }
 
-EXPORT void ropeway_set_num_threads(int32_t count) { threads = std::max(1, count); }
+EXPORT void ropeway_set_num_threads(int32_t count) { set_num_threads(count); }
 
 // weight: [out_features, in_features], rows `stride` elements apart; to.packed receives it.
 EXPORT void ropeway_pack(const void* weight, int64_t stride, const Linear* to) {

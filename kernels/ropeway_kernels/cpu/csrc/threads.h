@@ -1,16 +1,15 @@
-// The one pool of threads: OpenMP's, which torch uses too (the library is linked against the same soname).
+// The one pool of threads that computes, and buffers that only grow.
 //
 // Owns: how work is shared out. Must not know: what the work is. Called by: the kernels.
-// The pool's threads sleep between steps; OpenMP lets them wait actively only for the moment between two kernels.
+// The pool's threads sleep between steps; they wait actively only for the moment between two kernels. torch's own pool
+// sleeps meanwhile: what is left to torch in a step is, but for sampling at a temperature, too small to be shared out.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <cstdlib>
 #include <new>
 
-#ifdef _OPENMP
-#include <omp.h>
-#endif
 #ifdef __linux__
 #include <sys/mman.h>
 #endif
@@ -18,21 +17,20 @@
 namespace ropeway {
 
 int num_threads();
+void set_num_threads(int count);
+void run_on_pool(int64_t items, void (*body)(const void* context, int64_t item), const void* context);
 
 namespace {
 
 // Runs body(item) for every item; items go to whichever thread is free, in order, so a disturbed thread gets less.
+// Returns when all are done. Not to be called from within an item.
 template <class Body>
 void parallel_for(int64_t items, const Body& body) {
-    const int threads = static_cast<int>(items < num_threads() ? items : num_threads());
-    if (threads <= 1) {
+    if (items <= 1 || num_threads() == 1) {
         for (int64_t item = 0; item < items; ++item) body(item);
         return;
     }
-#ifdef _OPENMP
-#pragma omp parallel for schedule(dynamic, 1) num_threads(threads)
-#endif
-    for (int64_t item = 0; item < items; ++item) body(item);
+    run_on_pool(items, [](const void* context, int64_t item) { (*static_cast<const Body*>(context))(item); }, &body);
 }
 
 // A buffer that only grows. One per purpose and thread, so that steady state allocates nothing.
