@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import gc
 import logging
 import os
 import pickle
@@ -28,7 +29,7 @@ from ropeway.config import Config
 from ropeway.engine.core import build_core
 from ropeway.engine.step import Executor
 from ropeway.errors import ConfigError
-from ropeway.protocol import EngineFailed, EngineInput, EngineOutput, EngineStats, Shutdown
+from ropeway.protocol import EngineFailed, EngineInput, EngineOutput, EngineReady, EngineStats, Shutdown
 
 logger = logging.getLogger("ropeway.engine")
 
@@ -104,6 +105,9 @@ def run_engine(conn: Connection, config: Config, executor_factory: ExecutorFacto
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))
+    # What is imported and built before the engine is ready stays until the end: hundreds of thousands of objects with
+    # torch. Searching them for cycles costs a tenth of the start, and later would stop a step for a tenth of a second.
+    gc.disable()
     faulthandler.enable()
     logging.basicConfig(level=config.server.log_level.upper(), format=LOG_FORMAT)
     _name_process()
@@ -114,8 +118,15 @@ def run_engine(conn: Connection, config: Config, executor_factory: ExecutorFacto
     writer = threading.Thread(target=_transmit, args=(conn, outbox), name="outbox", daemon=True)
     writer.start()
 
-    # Pickled here and not in the outbox thread, so that the core may go on changing what it sent (10 us for 256 rows).
-    clean = serve_core(config, executor_factory, inbox, lambda message: outbox.put(pickle.dumps(message, protocol=5)))
+    def send(message: EngineOutput) -> None:
+        if isinstance(message, EngineReady):
+            gc.freeze()
+            gc.enable()
+        # Pickled here and not in the outbox thread, so that the core may go on changing what it sent (10 us for 256
+        # rows).
+        outbox.put(pickle.dumps(message, protocol=5))
+
+    clean = serve_core(config, executor_factory, inbox, send)
     outbox.put(None)
     writer.join(EXIT_FLUSH_SECONDS)
     sys.stdout.flush()
