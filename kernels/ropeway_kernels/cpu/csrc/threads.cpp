@@ -8,6 +8,7 @@
 
 #include "threads.h"
 
+#include <chrono>
 #include <condition_variable>
 #include <mutex>
 #include <thread>
@@ -19,8 +20,11 @@
 namespace ropeway {
 namespace {
 
-constexpr int kSpins = 4000;  // about 100 us: longer than the pause between two kernels, shorter than that between steps
-constexpr int kSpinsBeforeYield = 200;
+// A worker waits for the next job with its core, then (some microseconds later) lets others have it whenever they want it,
+// and sleeps only when there has been nothing for longer than the pause between two steps: the system wakes a thread where
+// it sees fit, often on the caller's own core, where it would sit behind the caller for milliseconds.
+constexpr int kSpins = 500;
+constexpr std::chrono::milliseconds kPatience{4};
 
 void relax() {
 #if defined(__x86_64__)
@@ -64,8 +68,11 @@ private:
     void work(int index) {
         uint64_t seen = 0;
         for (;;) {
-            int spins = 0;
-            while (jobs_.load() == seen && spins < kSpins) ++spins, relax();
+            const auto began = std::chrono::steady_clock::now();
+            for (int spins = 0; jobs_.load() == seen; ++spins) {
+                wait(spins);
+                if (spins >= kSpins && std::chrono::steady_clock::now() - began > kPatience) break;
+            }
             if (jobs_.load() == seen) {
                 std::unique_lock<std::mutex> lock(mutex_);
                 asleep_.fetch_add(1);
@@ -81,7 +88,7 @@ private:
     }
 
     static void wait(int spins) {
-        if (spins < kSpinsBeforeYield)
+        if (spins < kSpins)
             relax();
         else
             std::this_thread::yield();  // the one that is waited for may need this very core
