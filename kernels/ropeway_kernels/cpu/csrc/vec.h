@@ -18,7 +18,6 @@
 //
 //   load(p) store(p, a)     for float, bf16 and f16, at any address; stores round to nearest even, and NaN stays NaN
 //   load_pair(p, which)     p: kLanes interleaved pairs of bf16; the even (0) or odd (1) element of each
-//   prefetch(p)             the line at p will be read soon
 //
 // With kDotBf16:
 //   Pair                    kLanes pairs of bf16

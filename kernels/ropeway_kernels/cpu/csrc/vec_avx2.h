@@ -81,7 +81,6 @@ struct Avx2 {
         return _mm256_castsi256_ps(which == 0 ? _mm256_slli_epi32(pairs, 16)
                                               : _mm256_and_si256(pairs, _mm256_set1_epi32(static_cast<int>(0xffff0000))));
     }
-    static void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
 };
 
 }  // namespace

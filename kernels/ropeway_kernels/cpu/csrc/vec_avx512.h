@@ -81,7 +81,6 @@ struct Avx512 {
                                        ? _mm512_slli_epi32(pairs, 16)
                                        : _mm512_and_si512(pairs, _mm512_set1_epi32(static_cast<int>(0xffff0000))));
     }
-    static void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
 };
 
 #ifdef __AVX512BF16__

@@ -63,7 +63,6 @@ struct Neon {
         const uint32x4_t pairs = vreinterpretq_u32_u16(vld1q_u16(&p->bits));
         return vreinterpretq_f32_u32(which == 0 ? vshlq_n_u32(pairs, 16) : vandq_u32(pairs, vdupq_n_u32(0xffff0000u)));
     }
-    static void prefetch(const void* p) { __builtin_prefetch(p); }
 };
 
 }  // namespace

@@ -82,7 +82,6 @@ struct Scalar {
         }
         return pair;
     }
-    static void prefetch(const void* p) { __builtin_prefetch(p); }
 
 private:
     using I = int32_t __attribute__((vector_size(16)));
