@@ -47,6 +47,9 @@ class LocalExecutor:
         config = self._config
         seconds: dict[str, float] = {}
         with _phase(seconds, "import"):
+            import torch
+
+            from ropeway.attention.cpu import CpuAttention
             from ropeway.model.loader import load_model
             from ropeway.model.packed_cache import PackedCache
             from ropeway.model.parallel import SINGLE
@@ -89,6 +92,10 @@ class LocalExecutor:
             )
             max_model_len = memory.clip_to_pool(max_model_len, num_blocks, block_size)
             backend = _attention_backend(config.device.attention_backend, device, block_size, model_config.head_dim)
+            if isinstance(backend, CpuAttention):
+                # All that is large now runs on native kernels. torch's own threads would only spin for milliseconds
+                # after each small operation that torch thinks worth sharing, on the cores that the kernels need.
+                torch.set_num_threads(1)
             kv_cache = allocate_kv_cache(
                 backend,
                 num_blocks=num_blocks,
@@ -180,12 +187,8 @@ class LocalExecutor:
 
 def _attention_backend(wanted: str, device: Device, block_size: int, head_dim: int) -> AttentionBackend:
     """Raises ConfigError if ``wanted`` names one that cannot do this."""
+    from ropeway.attention.cpu import CpuAttention
     from ropeway.attention.torch_ref import TorchAttention
-
-    try:
-        from ropeway.attention.cpu import CpuAttention
-    except ImportError:
-        return TorchAttention(block_size)
 
     if wanted != "torch":
         if device.native is not None and CpuAttention.supports(device.native, block_size, head_dim):

@@ -63,24 +63,24 @@ class Sampled:
 
 
 def sample(logits: Tensor, inputs: SamplingInputs, native: NativeKernels | None = None) -> Sampled:
-    """Choose one token per row. logits ``[num_rows, vocab]`` float32, not changed. native: kernels for their device.
+    """Choose one token per row. logits ``[num_rows, vocab]`` float32; what masks, bias and penalties change is changed
+    in place. native: kernels for their device.
 
     Order: allowed and banned ids (with end tokens below min_tokens), logit_bias, penalties (repetition, frequency,
     presence), then greedy or temperature, top_k, top_p (of what top_k left), min_p (relative to the best token), noise.
     Log-probabilities are taken of the logits as they came.
     """
-    processed = _process(logits, inputs)
-    best, token_ids = _argmax(logits, native)  # NaN if the row has one
-    if processed is not None:
-        best[processed.rows], token_ids[processed.rows] = _argmax(processed.lines, native)
+    raw = logits[[row for row, _ in inputs.logprobs]] if inputs.logprobs else None  # [len(inputs.logprobs), vocab]
+    _process(logits, inputs)
+    if native is not None:
+        best, token_ids = native.argmax(logits)
+    else:
+        best, token_ids = logits.max(dim=-1)  # NaN if the row has one
     failed = ~torch.isfinite(best)
     any_failed = bool(failed.any())
     if inputs.random_rows is not None and inputs.temperature is not None:
         rows = inputs.random_rows
         scores, peak = logits.index_select(0, rows), best[rows]
-        if processed is not None:
-            changed = (processed.line_of[rows] >= 0).nonzero().flatten()
-            scores[changed] = processed.lines[processed.line_of[rows[changed]]]
         if any_failed:  # such a row gets harmless logits, so that nothing below can meet a NaN
             scores.masked_fill_(failed[rows, None], 0.0)
             peak.masked_fill_(failed[rows], 0.0)
@@ -91,73 +91,41 @@ def sample(logits: Tensor, inputs: SamplingInputs, native: NativeKernels | None 
     if any_failed:
         token_ids.masked_fill_(failed, 0)
         for row in failed.nonzero().flatten().tolist():
-            raw_is_sound = bool(torch.isfinite(logits[row].max()))
+            is_masked = float(best[row]) == _NEGATIVE_INFINITY
             errors[row] = (
-                "no token is allowed: every one is masked" if raw_is_sound else "the model's logits are not numbers"
+                "no token is allowed: every one is masked" if is_masked else "the model's logits are not numbers"
             )
-    wanted = [(row, count) for row, count in inputs.logprobs if row not in errors]
-    return Sampled(token_ids, errors, _logprobs(logits, token_ids, wanted) if wanted else {})
-
-
-def _argmax(logits: Tensor, native: NativeKernels | None) -> tuple[Tensor, Tensor]:
-    """Greatest value and its first index in each row; NaN where the row has one."""
-    if native is not None:
-        return native.argmax(logits)
-    best, token_ids = logits.max(dim=-1)
-    return best, token_ids
+    return Sampled(token_ids, errors, {} if raw is None else _logprobs(raw, token_ids, inputs.logprobs, errors))
 
 
 # --- logits processing ------------------------------------------------------------------------------------------------
 
 
-@dataclass(slots=True)
-class _Processed:
-    """Copies of the rows that masks, bias or penalties change; the others are read where they lie."""
-
-    rows: Tensor  # [n] int64
-    lines: Tensor  # [n, vocab]
-    line_of: Tensor  # [num_rows] int64; index into lines, -1 for a row that is not there
-
-
-def _process(logits: Tensor, inputs: SamplingInputs) -> _Processed | None:
-    """None if no row is to be changed."""
-    parts = [torch.tensor([row for row, _ in inputs.allowed], dtype=torch.int64, device=logits.device)]
-    parts += [inputs.banned[0]] if inputs.banned is not None else []
-    parts += [inputs.bias[0]] if inputs.bias is not None else []
-    parts += [inputs.penalties.rows] if inputs.penalties is not None else []
-    if len(parts) == 1 and not inputs.allowed:
-        return None
-    rows = torch.cat(parts).unique()  # type: ignore[no-untyped-call]
-    lines = logits.index_select(0, rows)
-    line_of = torch.full((logits.shape[0],), -1, device=logits.device)
-    line_of[rows] = torch.arange(len(rows), device=logits.device)
+def _process(logits: Tensor, inputs: SamplingInputs) -> None:
     for row, ids in inputs.allowed:
-        line = lines[line_of[row]]
+        line = logits[row]
         kept = line[ids]
         line.fill_(_NEGATIVE_INFINITY)
         line[ids] = kept
     if inputs.banned is not None:
-        changed, ids = inputs.banned
-        lines[line_of[changed], ids] = _NEGATIVE_INFINITY
+        logits[inputs.banned] = _NEGATIVE_INFINITY
     if inputs.bias is not None:
-        changed, ids, values = inputs.bias
-        lines.index_put_((line_of[changed], ids), values, accumulate=True)
+        rows, ids, values = inputs.bias
+        logits.index_put_((rows, ids), values, accumulate=True)
     if inputs.penalties is not None:
-        _penalise(lines, line_of[inputs.penalties.rows], inputs.penalties)
-    return _Processed(rows, lines, line_of)
+        _penalise(logits, inputs.penalties)
 
 
-def _penalise(lines: Tensor, which: Tensor, penalties: Penalties) -> None:
-    """In place; ``which`` ``[n]``: the lines that the penalties are for."""
+def _penalise(logits: Tensor, penalties: Penalties) -> None:
     counts = penalties.output_counts.index_select(0, penalties.slots)  # [n, vocab]
     generated = counts > 0
     seen = penalties.in_prompt.index_select(0, penalties.slots).logical_or_(generated)
-    penalised = lines.index_select(0, which)
+    penalised = logits.index_select(0, penalties.rows)
     repeated = torch.where(penalised > 0, penalised / penalties.repetition, penalised * penalties.repetition)
     penalised = torch.where(seen, repeated, penalised)
     penalised -= penalties.frequency * counts
     penalised -= penalties.presence * generated
-    lines[which] = penalised
+    logits[penalties.rows] = penalised
 
 
 # --- random choice ----------------------------------------------------------------------------------------------------
@@ -320,18 +288,21 @@ def exponential_noise(token_ids: Tensor, keys: Tensor) -> Tensor:
 # --- log-probabilities ------------------------------------------------------------------------------------------------
 
 
-def _logprobs(logits: Tensor, token_ids: Tensor, wanted: list[tuple[int, int]]) -> dict[int, TokenLogprobs]:
-    rows = torch.tensor([row for row, _ in wanted], device=logits.device)
-    logprobs = logits.index_select(0, rows).log_softmax(-1)
-    chosen = logprobs.gather(1, token_ids[rows, None])  # [n, 1]
+def _logprobs(
+    raw: Tensor, token_ids: Tensor, wanted: list[tuple[int, int]], errors: dict[int, str]
+) -> dict[int, TokenLogprobs]:
+    """raw ``[len(wanted), vocab]``: logits of the rows that want them, before anything changed them."""
+    logprobs = raw.log_softmax(-1)
+    chosen = logprobs.gather(1, token_ids[[row for row, _ in wanted], None])  # [n, 1]
     ranks = (logprobs > chosen).sum(-1).add_(1).tolist()
-    most = min(max(count for _, count in wanted), logits.shape[1])
+    most = min(max(count for _, count in wanted), raw.shape[1])
     top, top_ids = _best(logprobs, most) if most else (logprobs[:, :0], token_ids[:0].expand(len(wanted), 0))
     return {
         row: TokenLogprobs(value, rank, ids[:count], values[:count])
         for (row, count), value, rank, ids, values in zip(
             wanted, chosen.flatten().tolist(), ranks, top_ids.tolist(), top.tolist(), strict=True
         )
+        if row not in errors
     }
 
 
