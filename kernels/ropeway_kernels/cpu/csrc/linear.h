@@ -40,9 +40,11 @@ struct LinearKernel {
         int64_t num_panels;
     };
 
-    // One tile, k0 <= k < k1. Sums come from and go to `partial` unless this is the first or last block of K.
+    // One tile, k0 <= k < k1. Sums come from and go to `partial` unless this is the first or last block of K. is_ahead:
+    // bring the next panel nearer meanwhile.
     template <int kRows, int kPanels>
-    static void run(const Job& job, int64_t row, int64_t first_panel, int64_t k0, int64_t k1, float* partial) {
+    static void run(const Job& job, int64_t row, int64_t first_panel, int64_t k0, int64_t k1, float* partial,
+                    bool is_ahead) {
         const Linear& w = *job.linear;
         const T* packed = static_cast<const T*>(w.packed);
         const T* panels[kPanels];
@@ -52,8 +54,12 @@ struct LinearKernel {
         for (int m = 0; m < kRows; ++m)
             for (int j = 0; j < kPanels * kVectors; ++j)
                 acc[m][j] = k0 == 0 ? V::zero() : V::load(partial + (m * kPanels * kVectors + j) * V::kLanes);
-        tile<V, T, kRows, kPanels, kVectors>(job.x + row * job.x_stride + k0, job.x_stride, panels, kPanel * M::kStep,
-                                             k1 - k0, acc);
+        const A* x = job.x + row * job.x_stride + k0;
+        if (is_ahead)
+            tile<V, T, kRows, kPanels, kVectors, true>(x, job.x_stride, panels, kPanel * M::kStep, k1 - k0, acc,
+                                                       panels[kPanels - 1] + w.in_features * kPanel);
+        else
+            tile<V, T, kRows, kPanels, kVectors>(x, job.x_stride, panels, kPanel * M::kStep, k1 - k0, acc);
         if (k1 < w.in_features) {
             for (int m = 0; m < kRows; ++m)
                 for (int j = 0; j < kPanels * kVectors; ++j)
@@ -98,7 +104,7 @@ struct LinearKernel {
             V::store(static_cast<f16*>(y) + offset, value);
     }
 
-    using Run = void (*)(const Job&, int64_t, int64_t, int64_t, int64_t, float*);
+    using Run = void (*)(const Job&, int64_t, int64_t, int64_t, int64_t, float*, bool);
 
     // Few rows take several panels, so that enough chains of multiply-adds run side by side.
     static int panels_for(int64_t rows) { return rows == 1 ? 4 : rows == 2 ? 2 : 1; }
@@ -133,7 +139,9 @@ struct LinearKernel {
                     const int64_t begin = row0 + (row1 - row0) * t / tiles, end = row0 + (row1 - row0) * (t + 1) / tiles;
                     float* sums = partial == nullptr ? nullptr
                                                      : partial + ((panel - panel0) * tiles + t * take) * M::kRows * kPanel;
-                    pick(static_cast<int>(end - begin), take)(job, begin, panel, k0, k1, sums);
+                    // The second tile finds its panel in the first-level cache and has the memory for itself.
+                    const bool is_ahead = t == 1 && panel + take < panel1;
+                    pick(static_cast<int>(end - begin), take)(job, begin, panel, k0, k1, sums, is_ahead);
                 }
                 panel += take;
             }

@@ -40,9 +40,10 @@ ROPEWAY_INLINE void unroll(const Body& body) {
 
 // acc[m][p * kVectors + v] += a[m, 0:k] . b[p][0:k, v-th vector of columns]
 //   a: rows lda elements apart. b: one pointer per panel; ldb elements from one K step of a panel to the next.
-template <class V, class T, int kRows, int kPanels, int kVectors>
+//   kAhead: step by step, bring the panel at `ahead` nearer, which is laid out as that of b.
+template <class V, class T, int kRows, int kPanels, int kVectors, bool kAhead = false>
 ROPEWAY_INLINE void tile(const typename Mac<V, T>::A* a, int64_t lda, const T* const* b, int64_t ldb, int64_t k,
-                         typename V::F (&out)[kRows][kPanels * kVectors]) {
+                         typename V::F (&out)[kRows][kPanels * kVectors], const T* ahead = nullptr) {
     using M = Mac<V, T>;
     using F = typename V::F;
     constexpr int kColumns = kPanels * kVectors;
@@ -51,6 +52,11 @@ ROPEWAY_INLINE void tile(const typename Mac<V, T>::A* a, int64_t lda, const T* c
     unroll<kPanels>([&](auto p) ROPEWAY_LAMBDA { panel[p] = b[p]; });
     unroll<kRows * kColumns>([&](auto i) ROPEWAY_LAMBDA { acc[i / kColumns][i % kColumns] = out[i / kColumns][i % kColumns]; });
     for (int64_t i = 0; i < k; i += M::kStep) {
+        if constexpr (kAhead) {
+            constexpr int kLine = 64 / sizeof(T), kStepSize = kVectors * V::kLanes * M::kStep;
+            unroll<(kStepSize + kLine - 1) / kLine>([&](auto line) ROPEWAY_LAMBDA { __builtin_prefetch(ahead + line * kLine); });
+            ahead += ldb;
+        }
         if constexpr (M::kDot) {
             typename V::Pair weights[kColumns];
             unroll<kColumns>([&](auto j) ROPEWAY_LAMBDA {
