@@ -1,7 +1,7 @@
 """Native CPU kernels: loads the compiled library and gives its functions tensors.
 
 Owns: the mirror of csrc/types.h, the choice of instruction set, memory for packed weights. Must not know: models,
-batches, anything of ropeway. Called by: model.layers and attention.cpu through `load()`; tests.
+batches, anything of ropeway. Called by: model.layers, attention.cpu and worker.sampler through `load()`; tests.
 
 The library is built with the package when there is a C++ compiler. Where it is missing `load` returns None and
 `why_not` says why. Every function is called from one thread at a time and shares its work out to a pool of its own.
@@ -87,6 +87,41 @@ class _RopeKvArgs(ctypes.Structure):
     )
 
 
+class _SampleArgs(ctypes.Structure):
+    _fields_ = (
+        ("logits", ctypes.c_void_p),
+        ("best", ctypes.c_void_p),
+        ("tokens", ctypes.c_void_p),
+        ("rows", ctypes.c_void_p),
+        ("temperature", ctypes.c_void_p),
+        ("noise_keys", ctypes.c_void_p),
+        ("filtered", ctypes.c_void_p),
+        ("top_k", ctypes.c_void_p),
+        ("top_p", ctypes.c_void_p),
+        ("min_p", ctypes.c_void_p),
+        ("num_rows", ctypes.c_int64),
+        ("num_filtered", ctypes.c_int64),
+        ("vocab_size", ctypes.c_int64),
+        ("stride", ctypes.c_int64),
+    )
+
+
+class _PenaliseArgs(ctypes.Structure):
+    _fields_ = (
+        ("logits", ctypes.c_void_p),
+        ("rows", ctypes.c_void_p),
+        ("slots", ctypes.c_void_p),
+        ("presence", ctypes.c_void_p),
+        ("frequency", ctypes.c_void_p),
+        ("repetition", ctypes.c_void_p),
+        ("output_counts", ctypes.c_void_p),
+        ("in_prompt", ctypes.c_void_p),
+        ("num_rows", ctypes.c_int64),
+        ("vocab_size", ctypes.c_int64),
+        ("stride", ctypes.c_int64),
+    )
+
+
 @dataclass(frozen=True)
 class PackedWeight:
     """A weight in the layout that the chosen instruction set reads; see csrc/types.h, struct Linear."""
@@ -119,6 +154,8 @@ class NativeKernels:
             "rms_norm": (p, p, p, p, i, n, n, f),
             "gated": (p, p, i, n, n, i),
             "argmax": (p, n, n, n, p, p),
+            "penalise": (p,),
+            "sample": (p,),
             "set_num_threads": (i,),
         }.items():
             self.function(name, arguments)
@@ -320,6 +357,82 @@ class NativeKernels:
         )
         return values, indices
 
+    # --- sampling ---
+
+    def penalise(
+        self,
+        logits: Tensor,
+        rows: Tensor,
+        slots: Tensor,
+        *,
+        presence: Tensor,
+        frequency: Tensor,
+        repetition: Tensor,
+        output_counts: Tensor,
+        in_prompt: Tensor,
+    ) -> None:
+        """Penalties in place on ``rows`` ``[n]`` int64 of ``[lines, vocab]`` float32 logits.
+
+        presence, frequency and repetition ``[n, 1]`` float32; ``slots`` ``[n]`` int64 are the rows' lines in
+        output_counts ``[*, vocab]`` int32 and in_prompt ``[*, vocab]`` bool.
+        """
+        assert logits.dtype == torch.float32
+        assert logits.stride(1) == 1
+        args = _PenaliseArgs(
+            logits.data_ptr(),
+            _data(rows, torch.int64),
+            _data(slots, torch.int64),
+            _data(presence, torch.float32),
+            _data(frequency, torch.float32),
+            _data(repetition, torch.float32),
+            _data(output_counts, torch.int32),
+            _data(in_prompt, torch.bool),
+            rows.shape[0],
+            logits.shape[1],
+            logits.stride(0),
+        )
+        self._library.ropeway_penalise(ctypes.byref(args))
+
+    def sample(
+        self,
+        logits: Tensor,
+        best: Tensor,
+        token_ids: Tensor,
+        rows: Tensor,
+        *,
+        temperature: Tensor,
+        noise_keys: Tensor,
+        filtered: Tensor | None = None,
+        top_k: Tensor | None = None,
+        top_p: Tensor | None = None,
+        min_p: Tensor | None = None,
+    ) -> None:
+        """Draw tokens for ``rows`` ``[n]`` int64 of ``[lines, vocab]`` float32 logits, to replace theirs in ``token_ids``.
+
+        best ``[lines]`` and token_ids ``[lines]`` are what `argmax` gave; a row whose best is not finite keeps its token.
+        temperature ``[n, 1]`` float32, noise_keys ``[n, 2]`` int32. ``filtered`` ``[m]`` int64 says which of the n
+        have filters: top_k ``[m, 1]`` int64 (the vocabulary size for no bound), top_p and min_p ``[m, 1]`` float32.
+        """
+        assert logits.dtype == torch.float32
+        assert logits.stride(1) == 1
+        args = _SampleArgs(
+            logits.data_ptr(),
+            _data(best, torch.float32),
+            _data(token_ids, torch.int64),
+            _data(rows, torch.int64),
+            _data(temperature, torch.float32),
+            _data(noise_keys, torch.int32),
+            _data(filtered, torch.int64),
+            _data(top_k, torch.int64),
+            _data(top_p, torch.float32),
+            _data(min_p, torch.float32),
+            rows.shape[0],
+            0 if filtered is None else filtered.shape[0],
+            logits.shape[1],
+            logits.stride(0),
+        )
+        self._library.ropeway_sample(ctypes.byref(args))
+
     # --- what the machine gives, for benchmarks ---
 
     def peak(self, iterations: int = 10_000_000) -> float:
@@ -330,6 +443,15 @@ class NativeKernels:
     def read_rate(self, memory: Tensor) -> float:
         """Bytes per second of reading ``memory`` (from 1 MB up, contiguous) once with all threads."""
         return float(self._library.ropeway_read_rate(memory.data_ptr(), memory.numel() * memory.element_size()))
+
+
+def _data(tensor: Tensor | None, dtype: torch.dtype) -> int | None:
+    """Where a contiguous tensor of this type lies."""
+    if tensor is None:
+        return None
+    assert tensor.dtype == dtype
+    assert tensor.is_contiguous()
+    return tensor.data_ptr()
 
 
 def allocate(count: int, dtype: torch.dtype) -> Tensor:

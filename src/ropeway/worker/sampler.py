@@ -64,29 +64,43 @@ class Sampled:
 
 def sample(logits: Tensor, inputs: SamplingInputs, native: NativeKernels | None = None) -> Sampled:
     """Choose one token per row. logits ``[num_rows, vocab]`` float32; what masks, bias and penalties change is changed
-    in place. native: kernels for their device.
+    in place. native: kernels for their device; they compare the same numbers, within a few roundings.
 
     Order: allowed and banned ids (with end tokens below min_tokens), logit_bias, penalties (repetition, frequency,
     presence), then greedy or temperature, top_k, top_p (of what top_k left), min_p (relative to the best token), noise.
     Log-probabilities are taken of the logits as they came.
     """
     raw = logits[[row for row, _ in inputs.logprobs]] if inputs.logprobs else None  # [len(inputs.logprobs), vocab]
-    _process(logits, inputs)
+    _process(logits, inputs, native)
     if native is not None:
         best, token_ids = native.argmax(logits)
     else:
         best, token_ids = logits.max(dim=-1)  # NaN if the row has one
     failed = ~torch.isfinite(best)
     any_failed = bool(failed.any())
-    if inputs.random_rows is not None and inputs.temperature is not None:
+    if inputs.random_rows is not None and inputs.temperature is not None and inputs.noise_keys is not None:
         rows = inputs.random_rows
-        scores, peak = logits.index_select(0, rows), best[rows]
-        if any_failed:  # such a row gets harmless logits, so that nothing below can meet a NaN
-            scores.masked_fill_(failed[rows, None], 0.0)
-            peak.masked_fill_(failed[rows], 0.0)
-        # Shifted before it is scaled: the best stays at exactly 0 whatever the temperature.
-        scores.sub_(peak[:, None]).div_(inputs.temperature)
-        token_ids[rows] = _sample_random(scores, inputs)
+        if native is not None:
+            native.sample(
+                logits,
+                best,
+                token_ids,
+                rows,
+                temperature=inputs.temperature,
+                noise_keys=inputs.noise_keys,
+                filtered=inputs.filtered,
+                top_k=inputs.top_k,
+                top_p=inputs.top_p,
+                min_p=inputs.min_p,
+            )
+        else:
+            scores, peak = logits.index_select(0, rows), best[rows]
+            if any_failed:  # such a row gets harmless logits, so that nothing below can meet a NaN
+                scores.masked_fill_(failed[rows, None], 0.0)
+                peak.masked_fill_(failed[rows], 0.0)
+            # Shifted before it is scaled: the best stays at exactly 0 whatever the temperature.
+            scores.sub_(peak[:, None]).div_(inputs.temperature)
+            token_ids[rows] = _sample_random(scores, inputs)
     errors: dict[int, str] = {}
     if any_failed:
         token_ids.masked_fill_(failed, 0)
@@ -101,7 +115,7 @@ def sample(logits: Tensor, inputs: SamplingInputs, native: NativeKernels | None 
 # --- logits processing ------------------------------------------------------------------------------------------------
 
 
-def _process(logits: Tensor, inputs: SamplingInputs) -> None:
+def _process(logits: Tensor, inputs: SamplingInputs, native: NativeKernels | None = None) -> None:
     for row, ids in inputs.allowed:
         line = logits[row]
         kept = line[ids]
@@ -112,8 +126,20 @@ def _process(logits: Tensor, inputs: SamplingInputs) -> None:
     if inputs.bias is not None:
         rows, ids, values = inputs.bias
         logits.index_put_((rows, ids), values, accumulate=True)
-    if inputs.penalties is not None:
-        _penalise(logits, inputs.penalties)
+    if (penalties := inputs.penalties) is not None:
+        if native is not None:
+            native.penalise(
+                logits,
+                penalties.rows,
+                penalties.slots,
+                presence=penalties.presence,
+                frequency=penalties.frequency,
+                repetition=penalties.repetition,
+                output_counts=penalties.output_counts,
+                in_prompt=penalties.in_prompt,
+            )
+        else:
+            _penalise(logits, penalties)
 
 
 def _penalise(logits: Tensor, penalties: Penalties) -> None:

@@ -127,6 +127,10 @@ EXPORT void ropeway_argmax(const float* x, int64_t rows, int64_t size, int64_t s
     chain[0]->argmax(x, rows, size, stride, value, index);
 }
 
+EXPORT void ropeway_penalise(const Penalise* a) { chain[0]->penalise(*a); }
+
+EXPORT void ropeway_sample(const Sample* a) { chain[0]->sample(*a); }
+
 EXPORT double ropeway_peak(int64_t iterations) { return chain[0]->peak(iterations); }
 
 EXPORT double ropeway_read_rate(const void* memory, int64_t size) { return chain[0]->read_rate(memory, size); }

@@ -2,7 +2,7 @@
 //
 // Owns: how work is shared out. Must not know: what the work is. Called by: the kernels.
 // The pool's threads sleep between steps; they wait actively only for the moment between two kernels. torch's own pool
-// sleeps meanwhile: what is left to torch in a step is, but for sampling at a temperature, too small to be shared out.
+// sleeps meanwhile: what is left to torch in a step is too small to be shared out.
 #pragma once
 
 #include <atomic>

@@ -125,6 +125,39 @@ struct StackStep {
     int64_t num_tokens;
 };
 
+// The rows of a step that draw a token at a temperature. Logits, best and tokens are those of all rows, line by line.
+struct Sample {
+    const float* logits;        // lines `stride` elements apart
+    const float* best;          // [lines] the greatest logit; a line where it is not finite is left alone
+    int64_t* tokens;            // [lines] the first token with the best logit; replaced by the token drawn
+    const int64_t* rows;        // [num_rows] their lines
+    const float* temperature;   // [num_rows]
+    const int32_t* noise_keys;  // [num_rows, 2]
+    const int64_t* filtered;    // [num_filtered] which of the rows have the filters below
+    const int64_t* top_k;       // [num_filtered] at least 1; vocab_size or more: no bound
+    const float* top_p;         // [num_filtered]
+    const float* min_p;         // [num_filtered]
+    int64_t num_rows;
+    int64_t num_filtered;
+    int64_t vocab_size;
+    int64_t stride;
+};
+
+// The rows of a step that have penalties.
+struct Penalise {
+    float* logits;                 // lines `stride` elements apart
+    const int64_t* rows;           // [num_rows] their lines
+    const int64_t* slots;          // [num_rows] their lines in the two tables below
+    const float* presence;         // [num_rows]
+    const float* frequency;        // [num_rows]
+    const float* repetition;       // [num_rows]
+    const int32_t* output_counts;  // [*, vocab_size] how often each token was generated
+    const uint8_t* in_prompt;      // [*, vocab_size] 0 or 1
+    int64_t num_rows;
+    int64_t vocab_size;
+    int64_t stride;
+};
+
 enum class Gate : int32_t { kSilu = 0, kGelu = 1, kGeluTanh = 2 };
 
 // What one instruction set offers. A null entry falls to the next narrower set.
@@ -145,6 +178,12 @@ struct Kernels {
     void (*gated)(const void* x, void* out, Type type, int64_t rows, int64_t size, Gate gate);
     // Per row the greatest value and its first index; a row with a NaN gives NaN.
     void (*argmax)(const float* x, int64_t rows, int64_t size, int64_t stride, float* value, int64_t* index);
+    // In place: the logit of a token seen is divided by repetition, or multiplied if it is below 0; then frequency times
+    // count is subtracted, then presence if the token was generated.
+    void (*penalise)(const Penalise&);
+    // Draws from softmax(logits / temperature) over what top_k, top_p (of what top_k left) and min_p (relative to the
+    // best) leave. Equal scores stay together, and the best always stays.
+    void (*sample)(const Sample&);
     // For benchmarks: operations per second of the multiply-add units; bytes per second read from memory.
     double (*peak)(int64_t iterations);
     double (*read_rate)(const void* memory, int64_t size);

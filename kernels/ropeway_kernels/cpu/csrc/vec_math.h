@@ -1,6 +1,7 @@
 // exp and tanh of a vector.
 //
-// Owns: their approximations. Must not know: what they are for, instruction sets. Called by: attention.h, elementwise.h.
+// Owns: their approximations. Must not know: what they are for, instruction sets.
+// Called by: attention.h, elementwise.h, sampling.h.
 // Coefficients are minimax fits over the reduced range. A lane's result depends only on that lane, so a value is the
 // same wherever it stands in a vector.
 #pragma once
