@@ -87,7 +87,7 @@ def test_lists_from_text_and_toml(tmp_path: Path) -> None:
         ({"dtype": "int8"}, ["--dtype", "int8", "bfloat16"]),
         ({"enable_prefix_caching": "perhaps"}, ["--enable-prefix-caching", "perhaps"]),
         ({"enable_chunked_prefill": False}, ["--no-enable-chunked-prefill"]),
-        ({"max_num_seqs": 4096}, ["--max-num-batched-tokens", "2048", "4096"]),
+        ({"max_num_seqs": 4096, "max_num_batched_tokens": 2048}, ["--max-num-batched-tokens", "2048", "4096"]),
         ({"ssl_keyfile": "key"}, ["--ssl-keyfile", "--ssl-certfile"]),
         ({"tensor_parallel_size": 2}, ["--tensor-parallel-size"]),
         ({"keepalive_interval": 0}, ["--keepalive-interval"]),

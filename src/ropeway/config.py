@@ -63,7 +63,9 @@ class CacheConfig:
 @dataclass(frozen=True)
 class SchedulerConfig:
     max_num_seqs: int = setting(256, "Requests that run at the same time.")
-    max_num_batched_tokens: int = setting(2048, "Tokens computed in one step, over all requests.", parse="size")
+    max_num_batched_tokens: int = setting(
+        0, "Tokens computed in one step, over all requests; `auto` or 0 takes what suits the device.", parse="size"
+    )
     long_prefill_token_threshold: int = setting(
         0, "Longest chunk of one prompt in a step; 0 is only bound by the budget."
     )
@@ -136,7 +138,7 @@ class Config:
             ("--kv-cache-memory-bytes", self.cache.kv_cache_memory_bytes, 0, 2**60),
             ("--num-gpu-blocks-override", self.cache.num_gpu_blocks_override, 0, 2**31 - 1),
             ("--max-num-seqs", self.scheduler.max_num_seqs, 1, 65536),
-            ("--max-num-batched-tokens", self.scheduler.max_num_batched_tokens, 1, 2**24),
+            ("--max-num-batched-tokens", self.scheduler.max_num_batched_tokens, -1, 2**24),
             ("--long-prefill-token-threshold", self.scheduler.long_prefill_token_threshold, 0, 2**24),
             ("--max-model-len", self.model.max_model_len, -1, 2**31 - 1),
             ("--tensor-parallel-size", self.parallel.tensor_parallel_size, 1, 1),
@@ -153,7 +155,7 @@ class Config:
         for flag, value, low, high in bounds:
             if not low <= value <= high:
                 raise ConfigError(f"{flag} is {value}; it must be between {low} and {high}")
-        if self.scheduler.max_num_batched_tokens < self.scheduler.max_num_seqs:
+        if 0 < self.scheduler.max_num_batched_tokens < self.scheduler.max_num_seqs:
             raise ConfigError(
                 f"--max-num-batched-tokens ({self.scheduler.max_num_batched_tokens}) must be at least --max-num-seqs "
                 f"({self.scheduler.max_num_seqs}), or running requests could not all get their token"

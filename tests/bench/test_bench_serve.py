@@ -29,7 +29,8 @@ import ropeway.bench.serve
 from ropeway.bench.datasets import SampleRequest
 from ropeway.bench.plot import over_time
 from ropeway.bench.report import RequestOutcome
-from ropeway.bench.serve import ServeOptions, command, make_options, request_body
+from ropeway.bench.serve import command, request_body
+from ropeway.bench.serve_options import ServeOptions, make_options
 from ropeway.cli import main
 from ropeway.errors import ConfigError
 

@@ -80,12 +80,13 @@ def build_core(config: Config, executor: Executor, clock: Callable[[], float]) -
     """Start the executor and put the engine together around the memory it found. Raises ConfigError."""
     capacity = executor.start()
     kv = KVCacheManager(capacity.num_blocks, capacity.block_size, config.cache.enable_prefix_caching)
+    max_num_seqs, budget = config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens
     scheduler = Scheduler(
         kv,
         POLICIES[config.scheduler.scheduling_policy](),
         clock,
-        max_num_seqs=config.scheduler.max_num_seqs,
-        max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=budget if budget > 0 else max(max_num_seqs, capacity.step_tokens),
         max_model_len=capacity.max_model_len,
         long_prefill_token_threshold=config.scheduler.long_prefill_token_threshold,
     )

@@ -71,6 +71,7 @@ class KVCapacity:
     dtype: str
     device: str
     architecture: str
+    step_tokens: int = 2048  # in one step, beyond which the device gains nothing and requests only wait for each other
     overlap: bool = False  # the device can run step N while step N + 1 is planned
     startup_seconds: dict[str, float] = field(default_factory=dict)
 

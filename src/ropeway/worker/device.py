@@ -36,6 +36,7 @@ class Device(Protocol):
     name: str
     torch_device: torch.device
     supports_overlap: bool  # it computes by itself, so planning the next step meanwhile costs it nothing
+    step_tokens: int  # see KVCapacity
     native: cpu_kernels.NativeKernels | None  # on which the model's layers run, where there are any
 
     def prepare(self, num_threads: int) -> None:
@@ -78,6 +79,9 @@ def choose_dtype(wanted: str, checkpoint: str | None, device: Device) -> torch.d
 class CpuDevice:
     name = "cpu"
     supports_overlap = False  # the engine would take a core from the model
+    step_tokens = (
+        256  # linears are as near the processor's peak as with thousands, and first tokens come in half the time
+    )
 
     def __init__(self) -> None:
         """Raises ConfigError if the environment names an instruction set that the kernels do not have here."""
@@ -117,6 +121,7 @@ class CpuDevice:
 class CudaDevice:
     name = "cuda"
     supports_overlap = True
+    step_tokens = 2048
     native: cpu_kernels.NativeKernels | None = None
 
     def __init__(self, index: int = 0) -> None:

@@ -131,6 +131,7 @@ class LocalExecutor:
             dtype=str(dtype).removeprefix("torch."),
             device=device.name,
             architecture=model_config.architecture,
+            step_tokens=device.step_tokens,
             overlap=overlap,
             startup_seconds=seconds,
         )
