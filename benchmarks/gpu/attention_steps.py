@@ -14,10 +14,8 @@ from harness import Context
 from torch import Tensor
 
 from ropeway.attention.base import AttentionMetadata
-from ropeway_kernels.paged_attention import AttentionPlan, paged_attention, plan_step
-from ropeway_kernels.tuning import multiprocessors
-
-PROGRAMS_PER_MULTIPROCESSOR = 2
+from ropeway.attention.triton import TritonAttention
+from ropeway_kernels.paged_attention import AttentionPlan, paged_attention
 
 
 @dataclass(frozen=True)
@@ -41,20 +39,18 @@ class Step:
 
     def plan(self, *, window: int | None = None, fixed_spans: bool = False) -> AttentionPlan:
         """As the backend makes it, on the device."""
-        assert self.meta.host_query_lens is not None
-        assert self.meta.host_seq_lens is not None
-        plan = plan_step(
-            self.meta.host_query_lens,
-            self.meta.host_seq_lens,
+        backend = TritonAttention(
+            self.shape.block_size,
             num_heads=self.shape.num_heads,
             num_kv_heads=self.shape.num_kv_heads,
             head_dim=self.shape.head_dim,
             sliding_windows=(window,),
-            num_programs=PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(),
-            dtype=self.shape.cache,
+            kv_dtype=self.shape.cache,
+            max_model_len=max(self.seq_lens),
             fixed_spans=fixed_spans,
         )
-        return plan.to(self.q.device)
+        plan: AttentionPlan = backend.prepare(self.meta).plan
+        return plan
 
     def attend(
         self, plan: AttentionPlan, *, window: int | None = None, out: Tensor | None = None, **options: Any

@@ -41,7 +41,7 @@ def run(context: Context, share: tuple[int, int] = (0, 1)) -> Iterator[Finding]:
 
 
 def cases(context: Context) -> list[Case]:
-    makers = (attention_cases, sampling_cases, rope_cases, norm_cases, gate_cases, copy_cases)
+    makers = (attention_cases, static_cases, sampling_cases, rope_cases, norm_cases, gate_cases, copy_cases)
     return [case for make in makers for case in make(context)]
 
 
@@ -117,6 +117,26 @@ def check_attention(context: Context, shape: Shape, options: dict[str, Any]) -> 
         sinks=sinks,
     )
     yield at_most(attention_name(shape, options), row_error(out, expected), ATTENTION_TOLERANCE[shape.dtype])
+
+
+def static_cases(context: Context) -> list[Case]:
+    return [Case("attention, static split", check_static_split)]
+
+
+def check_static_split(context: Context) -> Iterator[Finding]:
+    """What the skewed benchmark compares with must be right too."""
+    from attention_speed import static_split
+
+    shape = Shape(4, 2, 64)
+    lengths = [70, 1, 133] if context.quick else [70, 1, 133, 9000]
+    step = make_step(context, shape, [1] * len(lengths), lengths)
+    table, scale = step.meta.block_table, shape.head_dim**-0.5
+    expected = references.attention(step.q, step.kv_layer, step.query_lens, lengths, table, scale=scale)
+    for splits in (1, 3):
+        out = poisoned(*step.q.shape, dtype=shape.dtype, device=context.device)
+        step.attend(static_split(step.plan(), step, splits), out=out)
+        name = f"attention, static split by {splits}"
+        yield at_most(name, row_error(out, expected), ATTENTION_TOLERANCE[shape.dtype])
 
 
 # --- sampling -------------------------------------------------------------------------------------------------------

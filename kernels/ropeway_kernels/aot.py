@@ -50,6 +50,7 @@ class Variant:
     num_stages: int = 2
     divisible_by_16: tuple[str, ...] = ()  # integer arguments that always are; pointers are always taken as aligned
     archs: tuple[int, ...] = ARCHS  # on which it is launched; a tuned configuration may be for one chip alone
+    options: dict[str, Any] = field(default_factory=dict)  # what else it is launched with, as enable_fp_fusion
 
     def runs_on(self, arch: int) -> bool:
         has_fp8 = any("fp8e4nv" in kind for kind in self.signature.values())
@@ -112,7 +113,7 @@ def compile_variant(variant: Variant, arch: int) -> Resources:
         constexprs=dict(variant.constants),
         attrs={(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name in aligned},
     )
-    options = {"num_warps": variant.num_warps, "num_stages": variant.num_stages}
+    options = {"num_warps": variant.num_warps, "num_stages": variant.num_stages, **variant.options}
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     cubin = compiled.asm["cubin"]
     registers, stack, static = read_cubin(cubin)
