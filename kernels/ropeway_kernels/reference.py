@@ -101,14 +101,20 @@ def gated(x: Tensor, kind: str) -> Tensor:
     return (GATES[kind](first) * second).to(x.dtype)
 
 
-def attend_one(query: Tensor, keys: Tensor, values: Tensor, scale: float, soft_cap: float | None) -> Tensor:
+def attend_one(
+    query: Tensor, keys: Tensor, values: Tensor, scale: float, soft_cap: float | None, sink: float | None = None
+) -> Tensor:
     """softmax(cap(query . keys * scale)) . values for one query and one head.
 
-    query ``[head_dim]``, keys and values ``[length, head_dim]``; returns ``[head_dim]``.
+    query ``[head_dim]``, keys and values ``[length, head_dim]``; sink: one more logit, neither scaled nor capped, whose
+    value is zero; returns ``[head_dim]``.
     """
     logits = (keys @ query) * scale
     if soft_cap is not None:
         logits = soft_cap * torch.tanh(logits / soft_cap)
+    if sink is not None:
+        logits = torch.cat([logits, logits.new_tensor([sink])])
+        values = torch.cat([values, torch.zeros_like(values[:1])])
     weights = torch.exp(logits - logits.max())
     weights = weights / weights.sum()
     return (weights[:, None] * values).sum(0)
@@ -124,18 +130,23 @@ def paged_attention(
     scale: float,
     sliding_window: int | None = None,
     soft_cap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of a ragged batch over the paged cache; the batch's own K and V are already in it.
 
     q ``[num_tokens, num_heads, head_dim]``; block_table ``[num_reqs, max_blocks]``; query_start_loc ``[num_reqs + 1]``;
     seq_lens ``[num_reqs]``. With a sliding window a token sees itself and the window - 1 tokens before it. Query head h
-    reads KV head ``h // (num_heads // num_kv_heads)``. Computes in float64; returns q's shape and dtype.
+    reads KV head ``h // (num_heads // num_kv_heads)``; sinks ``[num_heads]``: see `attend_one`. A row of seq_len 0 yields
+    zeros. Computes in float64; returns q's shape and dtype.
     """
     num_heads, num_kv_heads = q.shape[1], kv_cache.shape[2]
     group = num_heads // num_kv_heads
     out = torch.empty_like(q)
     starts = query_start_loc.tolist()
     for row, length in enumerate(seq_lens.tolist()):
+        if length == 0:
+            out[starts[row] : starts[row + 1]] = 0
+            continue
         keys, values = read_kv(kv_cache, block_table[row].tolist(), length)
         first_position = length - (starts[row + 1] - starts[row])
         for token in range(starts[row], starts[row + 1]):
@@ -149,6 +160,57 @@ def paged_attention(
                     values[begin : position + 1, kv_head],
                     scale,
                     soft_cap,
+                    None if sinks is None else float(sinks[head]),
                 )
                 out[token, head] = result.to(out.dtype)
     return out
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """residual += x in place, rounded to its type, and then the norm of what is stored there. Shapes as in `rms_norm`."""
+    residual.copy_(residual.double() + x.double())
+    return rms_norm(residual, weight, eps)
+
+
+def to_cache_type(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rounded to the nearest; e4m3 has no infinity, so what is greater than 448 becomes that."""
+    if dtype == torch.float8_e4m3fn:
+        x = x.clamp(-448.0, 448.0)  # NaN stays
+    return x.to(dtype)
+
+
+def rope_kv_write(
+    heads: Tensor,
+    kv_layer: Tensor,
+    slot_mapping: Tensor,
+    *,
+    num_heads: int,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 0.0,
+) -> None:
+    """Norm (where there is one) and rotate q and k; q back in place, k and v into their slots; nothing where that is -1.
+
+    heads ``[num_tokens, num_heads + 2 * num_kv_heads, head_dim]``: q, k, v. cos and sin ``[num_tokens, 1, rotary_dim /
+    2]``. In float64, rounded once to heads' type or the cache's.
+    """
+    num_kv_heads = kv_layer.shape[2]
+    used = slot_mapping >= 0
+    q, k, v = heads[used].double().split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+    if q_norm is not None:
+        q = rms_norm(q, q_norm, eps)
+    if k_norm is not None:
+        k = rms_norm(k, k_norm, eps)
+    if cos is not None and sin is not None:
+        q, k = (rotate(x, cos[used, 0], sin[used, 0]) for x in (q, k))
+    heads[used, :num_heads] = q.to(heads.dtype)
+    k, v = (to_cache_type(x, kv_layer.dtype) for x in (k, v))
+    write_kv(k, v, kv_layer, slot_mapping[used])
+
+
+def copy_blocks(source: Tensor, target: Tensor, pairs: Tensor) -> None:
+    """``target[to] = source[from]`` for each pair (from, to) of ``[n, 2]``; both are ``[num_blocks, ...]``."""
+    for begin, to in pairs.tolist():
+        target[to] = source[begin]

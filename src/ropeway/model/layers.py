@@ -4,12 +4,14 @@ Owns: linears, embedding, head, norm, activations; Slot. Must not know: architec
 Called by: model.decoder (builds and runs them), model.loader (fills their slots, then finalize).
 
 Life of a layer: built with memory of undefined content, filled through `slots`, then `finalize` once, then run. With
-native kernels (`Placement.native`) a layer runs on them, otherwise on torch alone; both mean the same. On native kernels
-`finalized` gives what a layer has become, by name, and `adopt` puts that into a new one, instead of the first two steps.
+native kernels (`Placement.native`) a layer runs on them, otherwise on torch alone, where `Placement.triton` says so with
+norms and gates by Triton kernels; all mean the same. On native kernels `finalized` gives what a layer has become, by
+name, and `adopt` puts that into a new one, instead of the first two steps.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -72,9 +74,32 @@ class Placement:
     device: torch.device
     group: ProcessGroup
     native: NativeKernels | None = None  # kernels for this device and type, where there are any
+    triton: bool = False  # norms and gates by Triton kernels; without ``native`` only
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
         return nn.Parameter(torch.empty(*shape, dtype=dtype or self.dtype, device=self.device), requires_grad=False)
+
+    # Triton is imported only where it is wanted: it is not there on every machine, and is slow to import.
+
+    def norm_kernel(self) -> Callable[..., Tensor] | None:
+        """``(x [rows, size], weight [size] float32, eps, residual [rows, size] or none) -> [rows, size]``"""
+        if self.native is not None:
+            return self.native.rms_norm
+        if self.triton:
+            from ropeway_kernels.norm import rms_norm
+
+            return rms_norm
+        return None
+
+    def gate_kernel(self, activation: str) -> Callable[[Tensor], Tensor] | None:
+        """``[rows, 2 * size] -> [rows, size]``"""
+        if self.native is not None:
+            return functools.partial(self.native.gated, gate=GATES[activation])
+        if self.triton:
+            from ropeway_kernels.activation import gated
+
+            return functools.partial(gated, gate=activation)
+        return None
 
 
 class Linear(nn.Module):
@@ -283,14 +308,14 @@ class VocabParallelHead(Linear):
 
 class RMSNorm(nn.Module):
     """Root-mean-square norm in float32 (arXiv 1910.07467). ``plus_one``: Gemma's form, where the file holds w - 1 and
-    the product is rounded once, after the weight. The others round before it, too, in torch; native kernels never do.
+    the product is rounded once, after the weight. The others round before it, too, in torch; kernels never do.
     """
 
     def __init__(self, size: int, eps: float, *, plus_one: bool, place: Placement) -> None:
         super().__init__()
         self.eps = eps
         self.plus_one = plus_one
-        self.native = place.native
+        self._kernel = place.norm_kernel()
         self.weight = place.empty(size, dtype=torch.float32 if plus_one else None)
 
     def slots(self, name: str) -> Slots:
@@ -299,7 +324,7 @@ class RMSNorm(nn.Module):
     def finalize(self) -> None:
         if self.plus_one:
             self.weight.add_(1.0)
-        if self.native is not None:
+        if self._kernel is not None:
             self.weight = nn.Parameter(self.weight.float(), requires_grad=False)
 
     def finalized(self) -> dict[str, Tensor]:
@@ -310,8 +335,8 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[num_tokens, size]``, or ``[num_tokens, num_heads, size]``, -> the same shape and type."""
-        if self.native is not None:
-            return self.native.rms_norm(x.reshape(-1, x.shape[-1]), self.weight, self.eps).view(x.shape)
+        if self._kernel is not None:
+            return self._kernel(x.reshape(-1, x.shape[-1]), self.weight, self.eps).view(x.shape)
         wide = x.float()
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
         if self.plus_one:
@@ -321,8 +346,8 @@ class RMSNorm(nn.Module):
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """(norm of the sum, the sum): a block's output joins the residual stream and the next block's input comes out.
         ``residual`` is used up: it may be the sum afterwards."""
-        if self.native is not None:
-            return self.native.rms_norm(x, self.weight, self.eps, residual), residual
+        if self._kernel is not None:
+            return self._kernel(x, self.weight, self.eps, residual), residual
         residual = residual + x
         return self(residual), residual
 
@@ -332,12 +357,11 @@ class Gate:
 
     def __init__(self, activation: str, place: Placement) -> None:
         self._activation = ACTIVATIONS[activation]
-        self._code = GATES[activation]
-        self._native = place.native
+        self._kernel = place.gate_kernel(activation)
 
     def __call__(self, gate_up: Tensor) -> Tensor:
         """``[num_tokens, 2 * size]`` -> ``[num_tokens, size]``"""
-        if self._native is not None:
-            return self._native.gated(gate_up, self._code)
+        if self._kernel is not None:
+            return self._kernel(gate_up)
         gate, up = gate_up.chunk(2, dim=-1)
         return self._activation(gate) * up
