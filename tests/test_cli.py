@@ -66,6 +66,9 @@ def test_every_setting_has_a_flag(parse: Parse) -> None:
                 arguments.append(value)
             elif isinstance(default, str):
                 arguments.append(default)
+            elif field.name == "max_num_batched_tokens":  # at least the rows
+                value = 4096
+                arguments.append("4096")
             elif field.name in ("tensor_parallel_size", "gpu_memory_utilization"):
                 value = 1
                 arguments.append("1")
@@ -119,10 +122,17 @@ def test_file_and_environment(parse: Parse, monkeypatch: pytest.MonkeyPatch, tmp
     assert (config.server.port, config.scheduler.max_num_seqs) == (3, 2)
 
 
+def test_flags_of_the_gpu_path(parse: Parse) -> None:
+    config = parse("--kv_cache_dtype", "fp8", "--enforce-eager", "--attention-backend=flash-attn", "m")
+    assert (config.cache.kv_cache_dtype, config.device.enforce_eager) == ("fp8", True)
+    assert config.device.attention_backend == "flash-attn"
+    assert not parse("m").device.enforce_eager
+
+
 def test_harmless_flags_warn_once_and_are_ignored(parse: Parse, capsys: pytest.CaptureFixture[str]) -> None:
     config = parse(
         "--disable-log-requests", "--swap-space", "0", "--max-num-partial-prefills=1", "--quantization", "none",
-        "--kv_cache_dtype", "auto", "-pp", "1", "m",
+        "--use-v2-block-manager", "-pp", "1", "m",
     )  # fmt: skip
     assert config == dataclasses.replace(Config(), model=dataclasses.replace(Config().model, model="m"))
     warnings = capsys.readouterr().err.splitlines()
@@ -135,8 +145,9 @@ def test_harmless_flags_warn_once_and_are_ignored(parse: Parse, capsys: pytest.C
     [
         (["--quantization", "awq"], ["--quantization awq", "not supported yet"]),
         (["-q", "awq"], ["--quantization awq", "not supported yet"]),
-        (["--kv-cache-dtype", "fp8"], ["--kv-cache-dtype fp8", "not supported yet"]),
-        (["--kv-cache-dtype=fp8"], ["--kv-cache-dtype fp8", "not supported yet"]),
+        (["--kv-cache-dtype", "fp8_e5m2"], ["--kv-cache-dtype", "fp8_e5m2", "fp8_e4m3"]),
+        (["--kv-cache-dtype=int8"], ["--kv-cache-dtype", "int8", "fp8"]),
+        (["--attention-backend", "xformers"], ["--attention-backend", "xformers", "flashinfer"]),
         (["--speculative-config", "{}"], ["--speculative-config", "not supported yet"]),
         (["--pipeline-parallel-size", "2"], ["--pipeline-parallel-size 2", "not supported yet"]),
         (["--swap-spaces", "0"], ["--swap-spaces"]),

@@ -34,7 +34,6 @@ IGNORED_SWITCHES = frozenset(
         "--disable-log-requests",
         "--disable-log-stats",
         "--disable-uvicorn-access-log",
-        "--enforce-eager",  # there are no captured graphs to turn off yet
         "--no-enable-log-stats",
         "--trust-remote-code",  # code from a model repository is never run
         "--use-v2-block-manager",
@@ -47,7 +46,6 @@ IGNORED_VALUES: dict[str, tuple[str, ...]] = {  # flag -> the values that may be
     "--cpu-offload-gb": ("0",),
     "--data-parallel-size": ("1",),
     "--distributed-executor-backend": ("mp", "uni"),
-    "--kv-cache-dtype": ("auto",),
     "--kv-offloading-size": ("0",),
     "--max-num-partial-prefills": ("1",),
     "--max-seq-len-to-capture": ANY,

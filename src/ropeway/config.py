@@ -57,6 +57,10 @@ class CacheConfig:
     enable_prefix_caching: bool = setting(True, "Reuse the KV of prompts that begin alike.")
     gpu_memory_utilization: float = setting(0.9, "Share of the device's memory that the server may use.")
     kv_cache_memory_bytes: int = setting(0, "Exact size of the KV cache; overrides the share.", parse="size")
+    kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3"] = setting(
+        "auto",
+        "Type of keys and values in the cache: the model's, or 8-bit floats (on a GPU), which take half the room.",
+    )
     num_gpu_blocks_override: int = setting(0, "Exact number of KV blocks, for tests and measurements.")
 
 
@@ -84,9 +88,11 @@ class ParallelConfig:
 @dataclass(frozen=True)
 class DeviceConfig:
     device: Literal["auto", "cpu", "cuda"] = setting("auto", "Where the model runs.")
-    attention_backend: Literal["auto", "cpu", "torch"] = setting(
-        "auto", "Implementation of paged attention: the native CPU kernels, or plain torch."
+    attention_backend: Literal["auto", "cpu", "torch", "triton", "flash-attn", "flashinfer"] = setting(
+        "auto",
+        "Implementation of paged attention: native kernels on a CPU, Triton on a GPU; plain torch anywhere; or a library.",
     )
+    enforce_eager: bool = setting(False, "Never capture decode steps as CUDA graphs.")
     num_threads: int = setting(0, "CPU threads of the model; 0 takes the cores this process may use.")
 
 

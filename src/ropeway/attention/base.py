@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 from torch import Tensor
 
 
@@ -28,7 +29,18 @@ class AttentionMetadata:
     num_tokens: int
     max_query_len: int
     max_seq_len: int
-    plan: Any = None  # whatever the backend worked out once for all layers
+    plan: Any = None  # whatever the backend worked out once for all layers; see StaticPlan
+    host_query_lens: np.ndarray | None = None  # [num_reqs] int32; query lengths, for planning without asking the device
+    host_seq_lens: np.ndarray | None = None  # [num_reqs] int32; the same as seq_lens
+
+
+class StaticPlan(Protocol):
+    """What ``AttentionMetadata.plan`` must be for a step to be captured as a CUDA graph: tensors whose shapes depend on
+    the padded number of rows alone."""
+
+    def copy_into(self, target: Any) -> None:
+        """Overwrite the tensors of ``target``, a plan for as many rows that a captured step reads, in stream order."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +71,10 @@ class AttentionBackend(Protocol):
         ...
 
     def prepare(self, meta: AttentionMetadata) -> AttentionMetadata:
-        """Once per step: fill ``meta.plan``."""
+        """Once per step: fill ``meta.plan``.
+
+        A backend whose attribute ``captures_decode`` is true plans as StaticPlan asks when every row has one query, and
+        takes padding rows there: seq_lens 0 and slot -1, for which it writes nothing and returns finite numbers."""
         ...
 
     def forward(
