@@ -1,6 +1,7 @@
 """Weights from files into a decoder.
 
-Owns: reading safetensors (one file, many, with or without an index), GGUF and dummy weights; every check on them.
+Owns: reading safetensors (one file, many, with or without an index; for a GPU several tensors at a time), GGUF and dummy
+weights; every check on them.
 Must not know: architectures, layers' inner form, requests. Called by: worker.executor (load_model).
 
 A decoder leaves here complete or not at all: a tensor that is missing, damaged or of the wrong shape is a ConfigError
@@ -12,9 +13,13 @@ from __future__ import annotations
 import json
 import logging
 import re
+import threading
 import zlib
+from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -32,6 +37,8 @@ logger = logging.getLogger(__name__)
 
 _INDEX = "model.safetensors.index.json"
 _DUMMY_POOL = 65521  # a prime: no width divides it, so rows of a weight do not repeat
+_READERS = 4  # threads that read for a GPU: one alone gets about half of what a disk, or the page cache, can give
+_AHEAD = 8  # tensors that may have been read and not been taken; bounds the memory that loading takes for itself
 _VISION = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
 
 
@@ -45,15 +52,16 @@ def load_model(
     seed: int,
     group: ProcessGroup,
     native: NativeKernels | None = None,
+    triton: bool = False,
     cache: PackedCache | None = None,
 ) -> Decoder:
     """A decoder that is ready to run, with this rank's share of the weights in ``dtype`` on ``device``.
 
     load_format: ``auto`` takes safetensors, else GGUF; ``safetensors``; ``gguf``; ``dummy`` needs no files and is the
-    same for equal ``seed``. native: kernels to run the layers on, for a CPU. cache: where what these kernels read may be
+    same for equal ``seed``. native: kernels to run the layers on, for a CPU; triton: norms and gates by Triton. cache: where what these kernels read may be
     kept from one start to the next; dummy weights are not. Raises ConfigError naming the file or tensor.
     """
-    place = Placement(dtype, device, group, native)
+    place = Placement(dtype, device, group, native, triton)
     decoder = Decoder(config, place)
     if load_format == "dummy":
         slots = decoder.slots()
@@ -61,7 +69,7 @@ def load_model(
         return decoder
     files = _weight_files(folder, load_format)
     if native is None or cache is None:
-        _load(decoder, decoder.slots(), _read_tensors(files))
+        _load(decoder, decoder.slots(), _read_tensors(files, device))
         return decoder
 
     layout = f"panels of {native.panel}, {dtype}, rank {group.rank} of {group.size}"
@@ -161,8 +169,12 @@ def _safetensors_files(folder: Path, shards: list[Path]) -> WeightFiles:
     return {shard: set() for shard in shards}
 
 
-def _read_tensors(files: WeightFiles) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor in the files, one at a time, on the CPU in the type it is stored in."""
+def _read_tensors(files: WeightFiles, device: torch.device | None = None) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor in the files, one at a time, in the type it is stored in; on the CPU, or, from safetensors, already on
+    ``device`` if that is a GPU."""
+    if device is not None and device.type != "cpu" and all(path.suffix == ".safetensors" for path in files):
+        yield from _read_parallel(files, device)
+        return
     for path, promised in files.items():
         if path.suffix == ".gguf":
             from ropeway.model.gguf import iter_tensors
@@ -173,15 +185,65 @@ def _read_tensors(files: WeightFiles) -> Iterator[tuple[str, Tensor]]:
 
 
 def _read_safetensors(shard: Path, promised: set[str]) -> Iterator[tuple[str, Tensor]]:
+    file, names = _open_shard(shard, "cpu", promised)
+    with file:
+        for name in names:
+            yield name, _get_tensor(file, shard, name)
+
+
+def _read_parallel(
+    files: WeightFiles, device: torch.device, num_readers: int = _READERS
+) -> Iterator[tuple[str, Tensor]]:
+    """As `_read_safetensors` of each file in turn, but read by several threads at a time, straight to the device.
+
+    Tensors come in the same order whichever thread is first. Readers do not share an open file, so that neither several
+    shards nor the tensors of a single one wait for each other."""
+    todo: list[tuple[Path, str]] = []
+    for shard, promised in files.items():
+        names = _open_shard(shard, "cpu", promised)[1]
+        todo += [(shard, name) for name in names]
+    local = threading.local()
+
+    def read(shard: Path, name: str) -> Tensor:
+        open_files: dict[Path, Any] = local.__dict__.setdefault("open_files", {})
+        if shard not in open_files:
+            open_files[shard] = _open_shard(shard, str(device), set())[0]
+        return _get_tensor(open_files[shard], shard, name)
+
+    pending: deque[tuple[str, Future[Tensor]]] = deque()
+    with ThreadPoolExecutor(num_readers, thread_name_prefix="ropeway-load") as readers:
+        try:
+            for shard, name in todo:
+                if len(pending) == _AHEAD:
+                    first, future = pending.popleft()
+                    yield first, future.result()
+                pending.append((name, readers.submit(read, shard, name)))
+            while pending:
+                first, future = pending.popleft()
+                yield first, future.result()
+        finally:
+            for _, future in pending:
+                future.cancel()
+
+
+def _open_shard(shard: Path, device: str, promised: set[str]) -> tuple[Any, list[str]]:
+    """The open file and the names of its tensors, sorted. Raises ConfigError if one that was promised is not there."""
     try:
-        with safe_open(shard, framework="pt", device="cpu") as file:
-            names = set(file.keys())
-            if absent := promised - names:
-                raise ConfigError(f"{shard}: lacks tensors that {_INDEX} places there: {_some(list(absent))}")
-            for name in sorted(names):
-                yield name, file.get_tensor(name)
+        file: Any = safe_open(shard, framework="pt", device=device)
+        names = set(file.keys())
     except (SafetensorError, OSError) as error:
         raise ConfigError(f"{shard}: damaged or incomplete ({error})") from error
+    if absent := promised - names:
+        raise ConfigError(f"{shard}: lacks tensors that {_INDEX} places there: {_some(list(absent))}")
+    return file, sorted(names)
+
+
+def _get_tensor(file: Any, shard: Path, name: str) -> Tensor:
+    try:
+        tensor: Tensor = file.get_tensor(name)
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(f"{shard}: damaged or incomplete ({error})") from error
+    return tensor
 
 
 def _dummy_tensors(slots: Slots, seed: int, *, zero_norms: bool) -> Iterator[tuple[str, Tensor]]:

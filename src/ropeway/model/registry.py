@@ -93,8 +93,6 @@ _DTYPES = ("float32", "bfloat16", "float16")
 
 # Would change the output if honoured; refused unless the value asks for nothing.
 _UNSUPPORTED = (
-    "quantization_config",
-    "compression_config",
     "use_bidirectional_attention",
     "is_encoder_decoder",
     "add_cross_attention",
@@ -186,6 +184,15 @@ def parse_config(config: Mapping[str, Any], max_model_len: int = 0) -> DecoderCo
         raise ConfigError(f"config.json: architectures {names!r} is not supported; known are {known}")
     defaults, build = ARCHITECTURES[architecture]
     reader = _Reader(config, defaults, architecture)
+    for key in ("quantization_config", "compression_config"):
+        reader.seen.add(key)
+        if config.get(key):
+            table = config[key] if isinstance(config[key], dict) else {}
+            kind = table.get("quant_method", "a method it does not name")
+            raise ConfigError(
+                f"config.json: {key!r}: the checkpoint is quantised ({kind}), which is not supported yet; serve the model's "
+                "bfloat16 or float16 weights, or a .gguf file of it"
+            )
     for key in _UNSUPPORTED:
         reader.refuse(key)
     if architecture == "Gemma3ForConditionalGeneration":
