@@ -31,45 +31,46 @@ class AttentionConfig:
 Kind = Literal["prefill", "decode", "spans"]
 
 # (kind, head size up to a power of two) -> a configuration per architecture, for types of one or two bytes.
+# A loop's first stage goes to the block ids, which must be there before K and V can be asked for.
 _TABLE: dict[tuple[Kind, int], dict[int, AttentionConfig]] = {
     ("prefill", 64): {
-        80: AttentionConfig(128, 64, 4, 3),
-        90: AttentionConfig(128, 64, 4, 3),
-        100: AttentionConfig(128, 64, 4, 3),
+        80: AttentionConfig(128, 64, 8, 3),
+        90: AttentionConfig(128, 64, 8, 3),
+        100: AttentionConfig(128, 64, 8, 3),
     },
     ("prefill", 128): {
-        80: AttentionConfig(128, 64, 8, 2),
+        80: AttentionConfig(128, 32, 8, 3),
         90: AttentionConfig(128, 64, 8, 3),
         100: AttentionConfig(128, 64, 8, 3),
     },
     ("prefill", 256): {
         80: AttentionConfig(64, 32, 8, 2),
-        90: AttentionConfig(64, 64, 8, 2),
+        90: AttentionConfig(64, 32, 8, 3),
         100: AttentionConfig(64, 64, 8, 2),
     },
     ("decode", 64): {
-        80: AttentionConfig(16, 64, 4, 3),
-        90: AttentionConfig(16, 128, 4, 3),
-        100: AttentionConfig(16, 128, 4, 3),
+        80: AttentionConfig(16, 64, 4, 4),
+        90: AttentionConfig(16, 128, 4, 4),
+        100: AttentionConfig(16, 128, 4, 4),
     },
     ("decode", 128): {
-        80: AttentionConfig(16, 64, 4, 2),
-        90: AttentionConfig(16, 64, 4, 3),
-        100: AttentionConfig(16, 64, 4, 3),
+        80: AttentionConfig(16, 64, 4, 4),
+        90: AttentionConfig(16, 64, 4, 4),
+        100: AttentionConfig(16, 64, 4, 4),
     },
     ("decode", 256): {
-        80: AttentionConfig(16, 32, 4, 2),
-        90: AttentionConfig(16, 32, 4, 3),
-        100: AttentionConfig(16, 32, 4, 3),
+        80: AttentionConfig(16, 32, 4, 4),
+        90: AttentionConfig(16, 32, 4, 4),
+        100: AttentionConfig(16, 32, 4, 4),
     },
     # Prompts and decoding rows share one line here, so that both reduce alike: see paged_attention.
     ("spans", 64): {
-        80: AttentionConfig(64, 64, 4, 2),
-        90: AttentionConfig(64, 64, 4, 3),
-        100: AttentionConfig(64, 64, 4, 3),
+        80: AttentionConfig(64, 64, 8, 3),
+        90: AttentionConfig(64, 64, 8, 3),
+        100: AttentionConfig(64, 64, 8, 3),
     },
     ("spans", 128): {
-        80: AttentionConfig(64, 64, 8, 2),
+        80: AttentionConfig(64, 32, 8, 2),
         90: AttentionConfig(64, 64, 8, 2),
         100: AttentionConfig(64, 64, 8, 2),
     },

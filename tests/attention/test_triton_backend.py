@@ -76,8 +76,7 @@ def new_table() -> Tensor:
     return (torch.randperm(15) + 1).view(3, 5)
 
 
-@pytest.mark.parametrize("fixed_spans", [False, True])
-@pytest.mark.parametrize("on_host", [True, False])
+@pytest.mark.parametrize(("on_host", "fixed_spans"), [(True, False), (False, True)])
 def test_every_step_and_layer_as_the_torch_backend(on_host: bool, fixed_spans: bool):
     triton, plain = backend(fixed_spans=fixed_spans), TorchAttention(BLOCK_SIZE)
     ours, theirs = caches(nan), caches(0.0)  # the torch backend reads whole blocks
