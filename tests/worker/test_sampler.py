@@ -340,6 +340,18 @@ def test_the_noise_is_a_function_of_seed_position_and_token():
     torch.testing.assert_close(noise, torch.tensor(want), rtol=1e-5, atol=1e-6)
 
 
+def test_a_token_that_runs_alone_wins_whatever_its_noise():
+    keys = torch.tensor([[-2064110163, 0]], dtype=torch.int32)  # token 5's hash is 2^31 - 1, so its u rounds to 1
+    assert exponential_noise(torch.tensor([5], dtype=torch.int32), keys).isfinite().all()
+    alone = inputs_of([(params(temperature=1.0, allowed_token_ids=(5,)), [0], [])], 1000)
+    filtered = inputs_of([(params(temperature=1.0, top_k=300, top_p=1e-6), [0], [])], 1000)  # races over all tokens
+    logits = torch.randn(1, 1000)
+    logits[0, 5] = 10.0
+    for inputs in (alone, filtered):
+        inputs.noise_keys = keys
+        assert sample(logits.clone(), inputs).token_ids.tolist() == [5]
+
+
 # --- errors of single rows --------------------------------------------------------------------------------------------
 
 

@@ -10,7 +10,10 @@ after a preemption or a restart.
 
 from __future__ import annotations
 
+import functools
+import math
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,6 +24,7 @@ from ropeway_kernels.cpu import NativeKernels
 
 _CANDIDATES = 256  # a row whose top_k, top_p and min_p leave at most this many tokens never sorts its vocabulary
 _CHUNK = 2**21  # elements; temporaries over whole vocabularies stay at a few of these
+_KERNEL_LOGPROBS = 64  # best tokens per row up to which a GPU kernel finds them faster than a sort
 _NEGATIVE_INFINITY = float("-inf")
 
 
@@ -56,66 +60,149 @@ class SamplingInputs:
 
 
 @dataclass(slots=True)
+class Drawn:
+    """What a step has drawn, still on the device; nothing has been waited for on CUDA."""
+
+    token_ids: Tensor  # [num_rows] int64; 0 for a row in error
+    best: Tensor  # [num_rows] float32; the greatest processed logit, not finite for a row in error
+    logprobs: Logprobs | None = None  # where any were asked for
+
+
+@dataclass(slots=True)
+class Logprobs:
+    """Of the raw distributions of the n rows in SamplingInputs.logprobs; k is the most that one of them wants."""
+
+    chosen: Tensor  # [n] float32
+    ranks: Tensor  # [n] int64; 1 for the best
+    top_ids: Tensor  # [n, k] int64
+    top: Tensor  # [n, k] float32, falling
+
+
+@dataclass(slots=True)
 class Sampled:
     token_ids: Tensor  # [num_rows] int64; 0 for a row in error
     errors: dict[int, str]  # row -> why it has no token
     logprobs: dict[int, TokenLogprobs]  # row -> of the raw distribution
 
 
-def sample(logits: Tensor, inputs: SamplingInputs, native: NativeKernels | None = None) -> Sampled:
+def sample(
+    logits: Tensor, inputs: SamplingInputs, native: NativeKernels | None = None, *, triton: bool | None = None
+) -> Sampled:
+    """draw() and report() at once."""
+    return report(draw(logits, inputs, native, triton=triton), inputs)
+
+
+def draw(
+    logits: Tensor, inputs: SamplingInputs, native: NativeKernels | None = None, *, triton: bool | None = None
+) -> Drawn:
     """Choose one token per row. logits ``[num_rows, vocab]`` float32; what masks, bias and penalties change is changed
-    in place. native: kernels for their device; they compare the same numbers, within a few roundings.
+    in place. native: kernels for a CPU. triton: whether to use those for a GPU; None is on CUDA, where there are any.
+    All compare the same numbers, within a few roundings.
 
     Order: allowed and banned ids (with end tokens below min_tokens), logit_bias, penalties (repetition, frequency,
     presence), then greedy or temperature, top_k, top_p (of what top_k left), min_p (relative to the best token), noise.
     Log-probabilities are taken of the logits as they came.
     """
-    raw = logits[[row for row, _ in inputs.logprobs]] if inputs.logprobs else None  # [len(inputs.logprobs), vocab]
-    _process(logits, inputs, native)
-    if native is not None:
-        best, token_ids = native.argmax(logits)
+    gpu = _gpu_kernels() if (logits.is_cuda if triton is None else triton) else None
+    raw = None  # [len(inputs.logprobs), vocab]
+    if inputs.logprobs:
+        wanted = _to_device([row for row, _ in inputs.logprobs], logits.device)
+        raw = logits.index_select(0, wanted)
+    _process(logits, inputs, native if gpu is None else gpu)
+    if gpu is not None:
+        best, token_ids = gpu.draw(
+            logits,
+            rows=inputs.random_rows,
+            temperature=inputs.temperature,
+            noise_keys=inputs.noise_keys,
+            filtered=inputs.filtered,
+            top_k=inputs.top_k,
+            top_p=inputs.top_p,
+            min_p=inputs.min_p,
+        )
+    elif native is not None:
+        best, token_ids = _draw_natively(logits, inputs, native)
     else:
-        best, token_ids = logits.max(dim=-1)  # NaN if the row has one
-    failed = ~torch.isfinite(best)
-    any_failed = bool(failed.any())
+        best, token_ids = _draw_plainly(logits, inputs)
+    drawn = Drawn(token_ids, best)
+    if raw is not None:
+        most = min(max(count for _, count in inputs.logprobs), raw.shape[1])
+        kernel = gpu.logprobs if gpu is not None and most <= _KERNEL_LOGPROBS else _logprobs
+        drawn.logprobs = Logprobs(*kernel(raw, token_ids.index_select(0, wanted), most))
+    return drawn
+
+
+def report(drawn: Drawn, inputs: SamplingInputs) -> Sampled:
+    """What the rows' owners hear of it. Waits for the device unless ``drawn`` has been copied from there."""
+    errors = {
+        row: "no token is allowed: every one is masked"
+        if best == _NEGATIVE_INFINITY
+        else "the model's logits are not numbers"
+        for row, best in enumerate(drawn.best.tolist())
+        if not math.isfinite(best)
+    }
+    logprobs: dict[int, TokenLogprobs] = {}
+    if (found := drawn.logprobs) is not None:
+        columns = (found.chosen.tolist(), found.ranks.tolist(), found.top_ids.tolist(), found.top.tolist())
+        for (row, count), value, rank, ids, values in zip(inputs.logprobs, *columns, strict=True):
+            if row not in errors:
+                logprobs[row] = TokenLogprobs(value, rank, ids[:count], values[:count])
+    return Sampled(drawn.token_ids, errors, logprobs)
+
+
+def _draw_natively(logits: Tensor, inputs: SamplingInputs, native: NativeKernels) -> tuple[Tensor, Tensor]:
+    best, token_ids = native.argmax(logits)
     if inputs.random_rows is not None and inputs.temperature is not None and inputs.noise_keys is not None:
+        native.sample(
+            logits,
+            best,
+            token_ids,
+            inputs.random_rows,
+            temperature=inputs.temperature,
+            noise_keys=inputs.noise_keys,
+            filtered=inputs.filtered,
+            top_k=inputs.top_k,
+            top_p=inputs.top_p,
+            min_p=inputs.min_p,
+        )
+    return best, token_ids.masked_fill_(~torch.isfinite(best), 0)
+
+
+def _draw_plainly(logits: Tensor, inputs: SamplingInputs) -> tuple[Tensor, Tensor]:
+    best, token_ids = logits.max(dim=-1)  # NaN if the row has one
+    failed = ~torch.isfinite(best)
+    if inputs.random_rows is not None and inputs.temperature is not None:
         rows = inputs.random_rows
-        if native is not None:
-            native.sample(
-                logits,
-                best,
-                token_ids,
-                rows,
-                temperature=inputs.temperature,
-                noise_keys=inputs.noise_keys,
-                filtered=inputs.filtered,
-                top_k=inputs.top_k,
-                top_p=inputs.top_p,
-                min_p=inputs.min_p,
-            )
-        else:
-            scores, peak = logits.index_select(0, rows), best[rows]
-            if any_failed:  # such a row gets harmless logits, so that nothing below can meet a NaN
-                scores.masked_fill_(failed[rows, None], 0.0)
-                peak.masked_fill_(failed[rows], 0.0)
-            # Shifted before it is scaled: the best stays at exactly 0 whatever the temperature.
-            scores.sub_(peak[:, None]).div_(inputs.temperature)
-            token_ids[rows] = _sample_random(scores, inputs)
-    errors: dict[int, str] = {}
-    if any_failed:
-        token_ids.masked_fill_(failed, 0)
-        for row in failed.nonzero().flatten().tolist():
-            is_masked = float(best[row]) == _NEGATIVE_INFINITY
-            errors[row] = (
-                "no token is allowed: every one is masked" if is_masked else "the model's logits are not numbers"
-            )
-    return Sampled(token_ids, errors, {} if raw is None else _logprobs(raw, token_ids, inputs.logprobs, errors))
+        scores, peak = logits.index_select(0, rows), best[rows]
+        if bool(failed.any()):  # such a row gets harmless logits, so that nothing below can meet a NaN
+            scores.masked_fill_(failed[rows, None], 0.0)
+            peak.masked_fill_(failed[rows], 0.0)
+        # Shifted before it is scaled: the best stays at exactly 0 whatever the temperature.
+        scores.sub_(peak[:, None]).div_(inputs.temperature)
+        token_ids[rows] = _sample_random(scores, inputs)
+    return best, token_ids.masked_fill_(failed, 0)
+
+
+@functools.cache
+def _gpu_kernels() -> Any:
+    """The module of Triton kernels, which nothing on a CPU's path may load; None where there is no Triton."""
+    try:
+        from ropeway_kernels import sampling
+    except ImportError:
+        return None
+    return sampling
+
+
+def _to_device(numbers: list[int], device: torch.device) -> Tensor:
+    """int64; without waiting for what the device is doing."""
+    return torch.tensor(numbers, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
 # --- logits processing ------------------------------------------------------------------------------------------------
 
 
-def _process(logits: Tensor, inputs: SamplingInputs, native: NativeKernels | None = None) -> None:
+def _process(logits: Tensor, inputs: SamplingInputs, kernels: Any = None) -> None:
+    """kernels: native ones or Triton's, which penalise alike."""
     for row, ids in inputs.allowed:
         line = logits[row]
         kept = line[ids]
@@ -127,8 +214,8 @@ def _process(logits: Tensor, inputs: SamplingInputs, native: NativeKernels | Non
         rows, ids, values = inputs.bias
         logits.index_put_((rows, ids), values, accumulate=True)
     if (penalties := inputs.penalties) is not None:
-        if native is not None:
-            native.penalise(
+        if kernels is not None:
+            kernels.penalise(
                 logits,
                 penalties.rows,
                 penalties.slots,
@@ -297,7 +384,7 @@ def _mix64(x: np.ndarray) -> np.ndarray:
 def exponential_noise(token_ids: Tensor, keys: Tensor) -> Tensor:
     """Exp(1) numbers, a function of (key, token id) alone, the same on every device.
 
-    token_ids ``[k]`` or ``[n, k]`` int32; keys ``[n, 2]`` int32; returns ``[n, k]`` float32, above 0. The hash is the
+    token_ids ``[k]`` or ``[n, k]`` int32; keys ``[n, 2]`` int32; returns ``[n, k]`` float32, above 0 and finite. The hash is the
     32-bit finalizer of MurmurHash3, keyed before and within; int32 products wrap, and shifts are masked to be logical.
     """
     h = token_ids * -1640531535 + keys[:, :1]
@@ -307,29 +394,37 @@ def exponential_noise(token_ids: Tensor, keys: Tensor) -> Tensor:
     h ^= (h >> 13) & 0x7FFFF
     h *= -1028477387
     h ^= (h >> 16) & 0xFFFF
+    u = (h & 0x7FFFFFFF).float().add_(0.5).mul_(2.0**-31)
+    # Not 1, to which the greatest round: without end, the noise would stop even a token that runs alone.
+    u.clamp_(max=1 - 2.0**-24)
     # -log(1 - u): float32 is finest near u = 0, which is where winners come from.
-    return (h & 0x7FFFFFFF).float().add_(0.5).mul_(-(2.0**-31)).log1p_().neg_()
+    return u.neg_().log1p_().neg_()
 
 
 # --- log-probabilities ------------------------------------------------------------------------------------------------
 
 
-def _logprobs(
-    raw: Tensor, token_ids: Tensor, wanted: list[tuple[int, int]], errors: dict[int, str]
-) -> dict[int, TokenLogprobs]:
-    """raw ``[len(wanted), vocab]``: logits of the rows that want them, before anything changed them."""
+def _logprobs(raw: Tensor, token_ids: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """As Logprobs has them, of ``raw`` ``[n, vocab]`` and the chosen ``token_ids`` ``[n]``."""
     logprobs = raw.log_softmax(-1)
-    chosen = logprobs.gather(1, token_ids[[row for row, _ in wanted], None])  # [n, 1]
-    ranks = (logprobs > chosen).sum(-1).add_(1).tolist()
-    most = min(max(count for _, count in wanted), raw.shape[1])
-    top, top_ids = _best(logprobs, most) if most else (logprobs[:, :0], token_ids[:0].expand(len(wanted), 0))
-    return {
-        row: TokenLogprobs(value, rank, ids[:count], values[:count])
-        for (row, count), value, rank, ids, values in zip(
-            wanted, chosen.flatten().tolist(), ranks, top_ids.tolist(), top.tolist(), strict=True
-        )
-        if row not in errors
-    }
+    chosen = logprobs.gather(1, token_ids[:, None])
+    ranks = (logprobs > chosen).sum(-1).add_(1)
+    if most:
+        top, top_ids = _best(logprobs, most)
+    else:
+        top, top_ids = logprobs[:, :0], token_ids[:0].expand(len(raw), 0)
+    return chosen.flatten(), ranks, top_ids, top
 
 
-__all__ = ["Penalties", "Sampled", "SamplingInputs", "exponential_noise", "noise_keys", "sample"]
+__all__ = [
+    "Drawn",
+    "Logprobs",
+    "Penalties",
+    "Sampled",
+    "SamplingInputs",
+    "draw",
+    "exponential_noise",
+    "noise_keys",
+    "report",
+    "sample",
+]
