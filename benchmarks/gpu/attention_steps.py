@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from harness import Context
+from harness import Context, raw
 from torch import Tensor
 
 from ropeway.attention.base import AttentionMetadata
@@ -108,11 +108,11 @@ def make_step(
         begin += count
     layer = pool[:, 1]
     unused = torch.cat([torch.zeros(1, dtype=torch.int64), free[begin:]]).to(device)
-    layer[unused] = torch.full((), float("nan"), device=device).to(shape.cache)
+    raw(layer)[unused] = raw(torch.full((1,), float("nan"), device=device).to(shape.cache))
     for row, length in enumerate(seq_lens):
         if length % shape.block_size:
             last = int(table[row, blocks_of[row] - 1])
-            layer[last, :, :, length % shape.block_size :] = torch.full((), 100.0, device=device).to(shape.cache)
+            layer[last, :, :, length % shape.block_size :] = torch.full((1,), 100.0, device=device).to(shape.cache)
     num_tokens = sum(query_lens)
     q = torch.randn(
         num_tokens, shape.num_heads, shape.head_dim, generator=generator, device=device, dtype=_drawn(shape.dtype)

@@ -54,6 +54,9 @@ SECTIONS = {  # name -> (module, function, budget in seconds, also on a CPU)
 }
 
 
+TOTAL = 470  # seconds; what is left of it bounds the last sections
+
+
 @contextmanager
 def budget(context: Context, seconds: float) -> Iterator[None]:
     """After that many seconds OutOfTimeError is raised, wherever the section is; well-behaved ones ask before."""
@@ -109,7 +112,7 @@ def kernels_in_processes(context: Context, seconds: float, processes: int) -> di
             result = Path(scratch) / f"{number}.json"
             command = [
                 *(sys.executable, __file__, "--sections", "kernels", "--device", str(context.device)),
-                *("--share", f"{number}/{processes}", "--seed", str(context.seed), "--budget", str(seconds)),
+                *("--share", f"{number}/{processes}", "--seed", str(context.seed), "--budget", str(seconds - 10)),
                 *("--out", str(result.parent), "--name", result.name),
             ]
             log = (Path(scratch) / f"{number}.log").open("w+")
@@ -118,7 +121,7 @@ def kernels_in_processes(context: Context, seconds: float, processes: int) -> di
         errors = []
         for number, (process, log, result) in enumerate(running):
             try:
-                process.wait(max(1.0, began + seconds + 30 - time.monotonic()))
+                process.wait(max(1.0, began + seconds + 10 - time.monotonic()))
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
@@ -203,7 +206,7 @@ def main() -> int:
         _, _, seconds, on_cpu = SECTIONS[name]
         if device.type == "cpu" and not on_cpu:
             continue
-        seconds = args.budget or seconds
+        seconds = args.budget or max(1.0, min(seconds, TOTAL - (time.monotonic() - began)))
         if name == "kernels" and args.share is None and device.type == "cuda" and args.processes > 1:
             section = kernels_in_processes(context, seconds, args.processes)
         else:

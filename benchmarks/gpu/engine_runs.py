@@ -5,6 +5,7 @@ Owns: the small models, the workload, the roofline's formula. Must not know: ker
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import random
@@ -40,11 +41,12 @@ _TINY = {
 }
 TINY_MODELS: dict[str, dict[str, Any]] = {
     "qwen3": {**_TINY, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"},
-    "gemma2": {  # windows on every other layer, caps on logits and on attention
+    "gemma3": {  # windows on all layers but the last, and other norms
         **_TINY,
-        "architectures": ["Gemma2ForCausalLM"],
-        "model_type": "gemma2",
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
         "sliding_window": 48,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
         "query_pre_attn_scalar": 64,
     },
 }
@@ -94,6 +96,7 @@ class Engine:
     def __exit__(self, *exc: object) -> None:
         self.core.close()
         self._folder.cleanup()
+        gc.collect()  # the runner and its graphs know each other
         if self._context.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -209,13 +212,16 @@ def nano(context: Context) -> Iterator[Finding]:
         began = time.perf_counter()
         engine.run(jobs)
         yield Finding("the first time, with captures and compilation", time.perf_counter() - began, "s")
-        began = time.perf_counter()
-        tokens = engine.run(jobs)
-        seconds = time.perf_counter() - began
+        times = []
+        for _ in range(2):
+            began = time.perf_counter()
+            tokens = engine.run(jobs)
+            times.append(time.perf_counter() - began)
+        seconds = min(times)
         yield holds("every request got its tokens", [len(row) for row in tokens] == [job.output_len for job in jobs])
         rate = sum(map(len, tokens)) / seconds
         yield Finding("output", rate, "tok/s")
-        yield Finding("time", seconds, "s")
+        yield Finding("time", seconds, "s", note=f"of {times[0]:.2f} and {times[1]:.2f}")
         context.facts["nano"] = rate
         yield Finding("roofline at the measured copy bandwidth", roofline, "tok/s")
         yield at_least("share of the decode roofline", rate / roofline, 0.75)
@@ -234,7 +240,8 @@ def idle(context: Context) -> Iterator[Finding]:
     """
     steps = 40
     jobs = [Job(job.prompt[:512], 400, temperature=0.6) for job in nano_jobs()]
-    with Engine(QWEN3_06B, context, max_model_len=4096, max_num_seqs=256, enable_prefix_caching=False) as engine:
+    flags = {"max_model_len": 4096, "max_num_seqs": 256, "enable_prefix_caching": False}
+    with Engine(QWEN3_06B, context, kv_cache_memory_bytes=60 * 2**30, **flags) as engine:
         for job in jobs:
             engine.add(job)
         decoding = 0

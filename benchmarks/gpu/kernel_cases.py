@@ -18,12 +18,19 @@ from typing import Any
 import references
 import torch
 from attention_steps import Shape, make_step
-from harness import Context, Finding, at_least, at_most, holds, poisoned, row_error
+from harness import Context, Finding, at_least, at_most, holds, poisoned, raw, row_error
 from torch import Tensor
 
 TOLERANCE = {torch.bfloat16: 2**-8.5, torch.float16: 2**-11.5, torch.float32: 4e-6}
+# Weights are rounded to q's type before they meet V, and then the result is: two roundings of that type.
+ATTENTION_TOLERANCE = {torch.bfloat16: 2**-7.5, torch.float16: 2**-10.5, torch.float32: 2e-5}
 FP8 = torch.float8_e4m3fn
 FP8_TOLERANCE = 2**-4  # its unit roundoff: three bits after the leading one
+
+
+def tolerance(context: Context, dtype: torch.dtype, table: dict[torch.dtype, float] = TOLERANCE) -> float:
+    """Triton's interpreter cuts bf16 off instead of rounding it, which doubles what a rounding costs."""
+    return table[dtype] * (2 if context.quick and dtype == torch.bfloat16 else 1)
 
 
 @dataclass(frozen=True)
@@ -50,9 +57,6 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 # --- attention ------------------------------------------------------------------------------------------------------
-
-# Weights are rounded to q's type before they meet V, and then the result is: two roundings of that type.
-ATTENTION_TOLERANCE = {torch.bfloat16: 2**-7.5, torch.float16: 2**-10.5, torch.float32: 2e-5}
 
 # (queries, length) of each row. Prompts, chunks, rows with a few queries, decoding rows, padding.
 RAGGED = [
@@ -116,7 +120,9 @@ def check_attention(context: Context, shape: Shape, options: dict[str, Any]) -> 
         soft_cap=soft_cap,
         sinks=sinks,
     )
-    yield at_most(attention_name(shape, options), row_error(out, expected), ATTENTION_TOLERANCE[shape.dtype])
+    yield at_most(
+        attention_name(shape, options), row_error(out, expected), tolerance(context, shape.dtype, ATTENTION_TOLERANCE)
+    )
 
 
 def static_cases(context: Context) -> list[Case]:
@@ -136,7 +142,7 @@ def check_static_split(context: Context) -> Iterator[Finding]:
         out = poisoned(*step.q.shape, dtype=shape.dtype, device=context.device)
         step.attend(static_split(step.plan(), step, splits), out=out)
         name = f"attention, static split by {splits}"
-        yield at_most(name, row_error(out, expected), ATTENTION_TOLERANCE[shape.dtype])
+        yield at_most(name, row_error(out, expected), tolerance(context, shape.dtype, ATTENTION_TOLERANCE))
 
 
 # --- sampling -------------------------------------------------------------------------------------------------------
@@ -216,7 +222,7 @@ def norm_cases(context: Context) -> list[Case]:
             f"rms_norm {rows}x{size} {name_of(dtype)}", functools.partial(check_norm, rows=rows, size=size, dtype=dtype)
         )
         for rows, size in shapes
-        for dtype in ((torch.bfloat16,) if context.quick else TOLERANCE)
+        for dtype in ((torch.float16,) if context.quick else TOLERANCE)
     ]
 
 
@@ -227,12 +233,14 @@ def check_norm(context: Context, rows: int, size: int, dtype: torch.dtype) -> It
     x = context.normal(rows, size, dtype=dtype, scale=3.0)
     weight = context.normal(size, dtype=torch.float32, salt=1)
     out = rms_norm(x, weight, 1e-6)
-    yield at_most(name, row_error(out, references.rms_norm(x, weight, 1e-6)), TOLERANCE[dtype])
+    yield at_most(name, row_error(out, references.rms_norm(x, weight, 1e-6)), tolerance(context, dtype))
     residual = context.normal(rows, size, dtype=dtype, salt=2)
     total = (residual.float() + x.float()).to(dtype)
     out = rms_norm(x, weight, 1e-6, residual)
     yield holds(f"{name}, residual holds the sum", torch.equal(residual, total))
-    yield at_most(f"{name}, with residual", row_error(out, references.rms_norm(total, weight, 1e-6)), TOLERANCE[dtype])
+    yield at_most(
+        f"{name}, with residual", row_error(out, references.rms_norm(total, weight, 1e-6)), tolerance(context, dtype)
+    )
 
 
 def gate_cases(context: Context) -> list[Case]:
@@ -243,7 +251,7 @@ def gate_cases(context: Context) -> list[Case]:
             functools.partial(check_gate, rows=rows, size=size, dtype=dtype, kind=kind),
         )
         for rows, size in shapes
-        for dtype in ((torch.bfloat16,) if context.quick else TOLERANCE)
+        for dtype in ((torch.float16,) if context.quick else TOLERANCE)
         for kind in references.GATES
     ]
 
@@ -253,7 +261,7 @@ def check_gate(context: Context, rows: int, size: int, dtype: torch.dtype, kind:
 
     x = context.normal(rows, 2 * size, dtype=dtype, scale=2.0)
     error = row_error(gated(x, kind), references.gated(x, kind))
-    yield at_most(f"gated {kind} {rows}x{size} {name_of(dtype)}", error, TOLERANCE[dtype])
+    yield at_most(f"gated {kind} {rows}x{size} {name_of(dtype)}", error, tolerance(context, dtype))
 
 
 # --- KV write -------------------------------------------------------------------------------------------------------
@@ -323,18 +331,19 @@ def check_rope(context: Context, spec: RopeCase) -> Iterator[Finding]:
     untouched = cache.view(torch.uint8).clone()
     slots = torch.randperm(blocks * spec.block_size, generator=context.generator(4), device=rows.device)[:count]
     slots[::7] = -1  # padding rows of a graph
-    rope_kv_write(rows, cache[:, 1], slots, num_heads=heads, num_kv_heads=kv_heads, **options)
+    rope_kv_write(rows, cache[:, 1], slots, num_heads=heads, **options)
 
     written = slots >= 0
-    yield at_most(f"{spec.name}: q", row_error(rows[written][:, :heads], q[written]), TOLERANCE[spec.dtype])
+    yield at_most(f"{spec.name}: q", row_error(rows[written][:, :heads], q[written]), tolerance(context, spec.dtype))
     rows[written, :heads] = before[written, :heads]
     yield holds(f"{spec.name}: k, v and padding stay in the input", torch.equal(rows, before))
     block, offset = slots[written] // spec.block_size, slots[written] % spec.block_size
-    limit = FP8_TOLERANCE if spec.cache == FP8 else TOLERANCE[spec.dtype]
+    kept = raw(cache)[block, 1, :, :, offset].view(spec.cache).float()  # [written, 2, num_kv_heads, head_dim]
+    limit = FP8_TOLERANCE if spec.cache == FP8 else tolerance(context, spec.dtype)
     if written.any():
-        yield at_most(f"{spec.name}: k", row_error(cache[block, 1, 0, :, offset].float(), k[written]), limit)
+        yield at_most(f"{spec.name}: k", row_error(kept[:, 0], k[written]), limit)
         exact = v[written].float().to(spec.cache).float()
-        yield holds(f"{spec.name}: v", torch.equal(cache[block, 1, 1, :, offset].float(), exact))
+        yield holds(f"{spec.name}: v", torch.equal(kept[:, 1], exact))
     # Put the pattern back where something had to be written: then nothing may differ from before.
     cache.view(torch.uint8)[block, 1, :, :, offset] = 0x7F
     yield holds(f"{spec.name}: nothing else", torch.equal(cache.view(torch.uint8), untouched))

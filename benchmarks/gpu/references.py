@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from harness import raw
 from torch import Tensor
 
 GATES = {
@@ -64,7 +65,7 @@ def attention(
             begin += count
             continue
         blocks = block_table[row, : -(-length // block_size)].long()
-        kv = kv_layer[blocks].double()  # [blocks, 2, kv heads, block_size, head_dim]
+        kv = raw(kv_layer)[blocks].view(kv_layer.dtype).double()  # [blocks, 2, kv heads, block_size, head_dim]
         kv = kv.permute(1, 2, 0, 3, 4).reshape(2, num_kv_heads, -1, head_dim)[:, :, :length]
         query = q[begin : begin + count].double().view(count, num_kv_heads, num_heads // num_kv_heads, head_dim)
         logits = torch.einsum("tkgd,kld->kgtl", query, kv[0]) * scale
