@@ -11,9 +11,17 @@ import torch
 
 from ropeway.config import CacheConfig
 from ropeway.errors import ConfigError
+from ropeway.model.registry import parse_config
 from ropeway.worker import device as device_module
-from ropeway.worker.device import CpuDevice, available_memory, choose_dtype, make_device, usable_cores
-from ropeway.worker.memory import clip_to_pool, num_kv_blocks, resolve_max_model_len
+from ropeway.worker.device import (
+    CpuDevice,
+    available_memory,
+    choose_dtype,
+    cuda_step_tokens,
+    make_device,
+    usable_cores,
+)
+from ropeway.worker.memory import activation_bytes, clip_to_pool, num_kv_blocks, resolve_max_model_len
 
 GIB = 2**30
 
@@ -144,3 +152,40 @@ def test_clip_to_pool_warns_once_and_only_when_it_clips(caplog):
         assert not caplog.records
         assert clip_to_pool(1000, 11, 16) == 160
     assert len(caplog.records) == 1
+
+
+QWEN3_06B = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "vocab_size": 151936,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+    "tie_word_embeddings": True,
+}
+
+
+def test_activations_are_worked_out_from_the_models_shape():
+    config = parse_config(QWEN3_06B)
+
+    def peak(**changes) -> int:
+        return activation_bytes(config, **{"itemsize": 2, "step_tokens": 8192, "max_num_seqs": 256, **changes})
+
+    constant = peak(step_tokens=0, max_num_seqs=0)
+    assert 2**28 <= constant <= 2**29
+    # By hand: logits of 256 rows in bf16 and three times in float32, and a quarter more.
+    assert peak() == constant + int(1.25 * 256 * 151936 * 14)
+    assert peak(captured_rows=256) == peak() + 256 * 151936 * 6
+    # Few rows: 8,192 tokens of residual, in and out (1,024 each), gate and up and their product, and angles.
+    assert peak(max_num_seqs=8) == constant + int(1.25 * 8192 * (2 * (3 * 1024 + 3 * 3072) + 4 * 3 * 128))
+    assert peak(max_num_seqs=8, step_tokens=16384) - constant == 2 * (peak(max_num_seqs=8) - constant)
+
+
+def test_a_gpus_step_is_short_for_large_models_and_long_for_small_ones():
+    assert cuda_step_tokens(600_000_000) == 8192
+    assert cuda_step_tokens(3_000_000_000) == 3072
+    assert cuda_step_tokens(70_000_000_000) == cuda_step_tokens(8_000_000_000) == 2048
+    assert cuda_step_tokens(0) == 8192

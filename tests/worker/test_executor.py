@@ -10,9 +10,11 @@ import sys
 import pytest
 from test_runner import TINY, new_row, plan
 
+from fake_device import FakeDevice, without_packing
 from ropeway.config import CacheConfig, Config, DeviceConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from ropeway.errors import ConfigError
 from ropeway.worker.executor import LocalExecutor
+from static_attention import StaticAttention
 
 
 @pytest.fixture
@@ -118,6 +120,54 @@ def test_what_cannot_start_says_why(folder):
     (folder / "config.json").unlink()
     with pytest.raises(ConfigError, match=r"config\.json"):
         make(folder).start()
+
+
+@pytest.mark.parametrize(
+    ("section", "settings", "words"),
+    [
+        ("cache", {"kv_cache_dtype": "fp8", "block_size": 4}, "--kv-cache-dtype fp8: needs a GPU"),
+        ("device", {"attention_backend": "flashinfer", "device": "cpu"}, "--attention-backend flashinfer: needs a GPU"),
+    ],
+)
+def test_what_needs_a_gpu_is_refused_before_anything_is_loaded(folder, monkeypatch, section, settings, words):
+    monkeypatch.setattr("ropeway.model.loader.load_model", lambda *_, **__: pytest.fail("loaded"))
+    parts = {"cache": CacheConfig, "device": DeviceConfig}[section](**settings)
+    config = Config(**{"model": ModelConfig(load_format="dummy"), "device": DeviceConfig(device="cpu"), section: parts})
+    with pytest.raises(ConfigError, match=words):
+        LocalExecutor(config, folder).start()
+
+
+@pytest.mark.parametrize("overlap", ["auto", "off"])
+def test_a_device_that_runs_ahead_is_given_steps_without_a_thread(folder, monkeypatch, overlap):
+    """With and without overlap; only what the engine does while a step runs differs."""
+    expected = first_tokens_of(make(folder))
+    device = FakeDevice("late")
+    monkeypatch.setattr("ropeway.worker.device.make_device", lambda name: device)
+    monkeypatch.setattr(
+        "ropeway.worker.backends.make_backend", lambda name, device, size, *rest: StaticAttention(device, size)
+    )
+    with without_packing(), device.launching():
+        executor = make(folder, overlap=overlap)
+        capacity = executor.start()
+        assert capacity.overlap is (overlap == "auto")
+        assert capacity.step_tokens == 64
+        assert executor._thread is None
+        before = device.queues.num_executed
+        handle = executor.submit(plan((0, 0, 3, True), added=[new_row(0, [3, 4, 5], [1, 2])]))
+        assert device.queues.num_executed == before
+        assert len(handle.result().token_ids[0]) == 1
+        executor.submit(plan(removed=[0]))
+        assert first_tokens(executor) == expected
+        with pytest.raises(KeyError):
+            executor.submit(plan((404, 0, 1, True))).result()
+        executor.close()
+
+
+def first_tokens_of(executor: LocalExecutor) -> list[int]:
+    executor.start()
+    tokens = first_tokens(executor)
+    executor.close()
+    return tokens
 
 
 def test_an_executor_can_be_sent_to_its_process(folder):

@@ -89,7 +89,7 @@ class RequestRows:
         self._block_table = np.zeros((self.capacity, -(-self.max_model_len // self.block_size)), dtype=np.int32)
         self.last_token = torch.zeros(self.capacity, dtype=torch.int64, device=self.device.torch_device)
         self._free = list(range(self.capacity - 1, -1, -1))
-        self._penalties = _PenaltyTable(self.vocab_size, self.device.torch_device)
+        self._penalties = _PenaltyTable(self.vocab_size, self.device)
 
     # --- rows come and go ---------------------------------------------------------------------------------------------
 
@@ -163,7 +163,7 @@ class RequestRows:
 
         allowed = None
         if sampling.allowed_token_ids is not None:
-            allowed = torch.from_numpy(inside(sampling.allowed_token_ids)).to(self.device.torch_device)
+            allowed = self.device.upload({"allowed": inside(sampling.allowed_token_ids)})["allowed"].clone()
         bias = {token: value for token, value in sampling.logit_bias if 0 <= token < self.vocab_size}
         return _Extras(
             allowed=allowed,
@@ -186,8 +186,12 @@ class RequestRows:
 
     # --- one step -----------------------------------------------------------------------------------------------------
 
-    def gather(self, plan: SchedulerOutput) -> InputBatch:
-        """The step's tensors; the plan has at least one row and has been applied."""
+    def gather(self, plan: SchedulerOutput, padded: int = 0) -> InputBatch:
+        """The step's tensors; the plan has at least one row and has been applied.
+
+        padded: for a plan whose rows have one token each, the number of rows that the model is to see; those beyond the
+        plan's have seq_lens 0 and slot -1, and sample nothing.
+        """
         num_reqs = len(plan.request_ids)
         index = self.index
         rows = np.fromiter((index[request_id] for request_id in plan.request_ids), np.int64, num_reqs)
@@ -212,13 +216,24 @@ class RequestRows:
         max_blocks = -(-max_seq_len // self.block_size)
 
         sampled = np.flatnonzero(np.array(plan.samples, dtype=bool))
+        query_lens, kv_lens = counts.astype(np.int32), seq_lens.astype(np.int32)
+        block_table = self._block_table[rows, :max_blocks]
+        if padded > num_reqs:
+            assert num_tokens == num_reqs, "only a step of one token per row is padded"
+            more = padded - num_reqs
+            input_ids, positions = np.pad(input_ids, (0, more)), np.pad(positions, (0, more))
+            kv_lens = np.pad(kv_lens, (0, more))
+            slots = np.pad(slots, (0, more), constant_values=-1)
+            query_lens = np.pad(query_lens, (0, more), constant_values=1)
+            query_start_loc = np.arange(padded + 1, dtype=np.int32)
+            block_table = np.pad(block_table, ((0, more), (0, 0)))
         arrays: dict[str, np.ndarray] = {
             "input_ids": input_ids,
             "positions": positions,
             "slot_mapping": slots,
             "query_start_loc": query_start_loc,
-            "seq_lens": seq_lens.astype(np.int32),
-            "block_table": self._block_table[rows, :max_blocks],
+            "seq_lens": kv_lens,
+            "block_table": block_table,
             "logits_indices": query_start_loc[sampled + 1].astype(np.int64) - 1,
             "sampled_rows": rows[sampled],
             "sampled_last": sampled_last,
@@ -241,10 +256,12 @@ class RequestRows:
                 seq_lens=tensors["seq_lens"],
                 block_table=tensors["block_table"],
                 slot_mapping=tensors["slot_mapping"],
-                num_reqs=num_reqs,
-                num_tokens=num_tokens,
+                num_reqs=len(query_lens),
+                num_tokens=len(input_ids),
                 max_query_len=int(counts.max()),
                 max_seq_len=max_seq_len,
+                host_query_lens=query_lens,
+                host_seq_lens=kv_lens,
             ),
             sampled=sampled.tolist(),
             sampled_rows=tensors["sampled_rows"],
@@ -335,9 +352,11 @@ class RequestRows:
 class _PenaltyTable:
     """Token counts on the device, only for requests that have penalties; grows with the most there ever were."""
 
-    def __init__(self, vocab_size: int, device: torch.device) -> None:
-        self.output_counts = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)  # [slots, vocab]
-        self.in_prompt = torch.zeros(0, vocab_size, dtype=torch.bool, device=device)  # [slots, vocab]
+    def __init__(self, vocab_size: int, device: Device) -> None:
+        place = device.torch_device
+        self.output_counts = torch.zeros(0, vocab_size, dtype=torch.int32, device=place)  # [slots, vocab]
+        self.in_prompt = torch.zeros(0, vocab_size, dtype=torch.bool, device=place)  # [slots, vocab]
+        self._device = device
         self._free: list[int] = []
 
     def take(self, prompt: np.ndarray, outputs: np.ndarray) -> int:
@@ -351,11 +370,10 @@ class _PenaltyTable:
                 for table in (self.output_counts, self.in_prompt)
             )
         slot = self._free.pop()
-        vocab_size = self.output_counts.shape[1]
-        counts = np.bincount(outputs, minlength=vocab_size).astype(np.int32)
-        present = np.bincount(prompt, minlength=vocab_size) > 0
-        self.output_counts[slot] = torch.from_numpy(counts)
-        self.in_prompt[slot] = torch.from_numpy(present)
+        ids, counts = np.unique(outputs, return_counts=True)
+        tokens = self._device.upload({"prompt": prompt, "ids": ids, "counts": counts.astype(np.int32)})
+        self.output_counts[slot].zero_().index_copy_(0, tokens["ids"], tokens["counts"])
+        self.in_prompt[slot].zero_().index_fill_(0, tokens["prompt"], 1)
         return slot
 
     def release(self, slot: int) -> None:

@@ -21,8 +21,6 @@ from ropeway.errors import ConfigError
 from ropeway.protocol import SamplingParams
 
 if TYPE_CHECKING:
-    from ropeway.attention.base import AttentionBackend
-    from ropeway.worker.device import Device
     from ropeway.worker.runner import ModelRunner
 
 logger = logging.getLogger(__name__)
@@ -39,7 +37,9 @@ class LocalExecutor:
         self._folder = model_folder
         self._packed_folder = packed_folder
         self._runner: ModelRunner | None = None
-        self._thread: ThreadPoolExecutor | None = None  # with overlap: steps run here, in the order submitted
+        self._runs_ahead = False  # the device does
+        # With overlap on a device that does not: steps run here, in the order submitted.
+        self._thread: ThreadPoolExecutor | None = None
 
     def start(self) -> KVCapacity:
         """Load everything and run a first step. Raises ConfigError if the configuration, the model folder or the
@@ -49,13 +49,14 @@ class LocalExecutor:
         with _phase(seconds, "import"):
             import torch
 
-            from ropeway.attention.cpu import CpuAttention
             from ropeway.model.loader import load_model
             from ropeway.model.packed_cache import PackedCache
             from ropeway.model.parallel import SINGLE
             from ropeway.model.registry import parse_config
             from ropeway.worker import memory
+            from ropeway.worker.backends import choose_backend, choose_kv_dtype, make_backend
             from ropeway.worker.device import choose_dtype, make_device
+            from ropeway.worker.graphs import LARGEST
             from ropeway.worker.runner import ModelRunner, allocate_kv_cache
 
         if config.parallel.tensor_parallel_size != 1:
@@ -69,6 +70,11 @@ class LocalExecutor:
                 config.model.max_model_len, model_config.max_position_embeddings
             )
             dtype = choose_dtype(config.model.dtype, model_config.torch_dtype, device)
+            block_size = config.cache.block_size
+            backend_name = choose_backend(config.device.attention_backend, device, block_size, model_config.head_dim)
+            kv_dtype = choose_kv_dtype(config.cache.kv_cache_dtype, dtype, device, backend_name)
+            backend = make_backend(backend_name, device, block_size, model_config, kv_dtype, max_model_len)
+            on_triton = backend_name == "triton"
             model = load_model(
                 self._folder,
                 model_config,
@@ -77,22 +83,36 @@ class LocalExecutor:
                 load_format=config.model.load_format,
                 seed=config.model.seed,
                 group=SINGLE,
-                native=device.native,
+                native=None if on_triton else device.native,
+                triton=on_triton,
                 cache=packed,
             )
         with _phase(seconds, "kv"):
-            block_size = config.cache.block_size
+            graphs = device.runs_ahead and not config.device.enforce_eager
             token_elements = 2 * model_config.num_layers * model_config.num_kv_heads * model_config.head_dim
+            max_num_seqs = config.scheduler.max_num_seqs
+            step_tokens = device.step_tokens(sum(weight.numel() for weight in model.parameters()))
+            asked = config.scheduler.max_num_batched_tokens
+            activations = memory.activation_bytes(
+                model_config,
+                itemsize=dtype.itemsize,
+                step_tokens=asked if asked > 0 else max(max_num_seqs, step_tokens),
+                max_num_seqs=max_num_seqs,
+                captured_rows=min(max_num_seqs, LARGEST) if graphs else 0,
+            )
             num_blocks = memory.num_kv_blocks(
                 config.cache,
-                block_bytes=block_size * token_elements * dtype.itemsize,
-                budget=device.kv_budget(config.cache.gpu_memory_utilization, packed.mapped_bytes if packed else 0),
-                max_num_seqs=config.scheduler.max_num_seqs,
+                block_bytes=block_size * token_elements * kv_dtype.itemsize,
+                budget=device.kv_budget(
+                    config.cache.gpu_memory_utilization,
+                    mapped_bytes=packed.mapped_bytes if packed else 0,
+                    activation_bytes=activations,
+                ),
+                max_num_seqs=max_num_seqs,
                 max_model_len=max_model_len,
             )
             max_model_len = memory.clip_to_pool(max_model_len, num_blocks, block_size)
-            backend = _attention_backend(config.device.attention_backend, device, block_size, model_config.head_dim)
-            if isinstance(backend, CpuAttention):
+            if backend_name == "cpu":
                 # All that is large now runs on native kernels. torch's own threads would only spin for milliseconds
                 # after each small operation that torch thinks worth sharing, on the cores that the kernels need.
                 torch.set_num_threads(1)
@@ -103,21 +123,23 @@ class LocalExecutor:
                 block_size=block_size,
                 num_kv_heads=model_config.num_kv_heads,
                 head_dim=model_config.head_dim,
-                dtype=dtype,
+                dtype=kv_dtype,
                 device=device.torch_device,
             )
-        overlap = config.scheduler.overlap == "on" or (config.scheduler.overlap == "auto" and device.supports_overlap)
+        overlap = config.scheduler.overlap == "on" or (config.scheduler.overlap == "auto" and device.runs_ahead)
         self._runner = ModelRunner(
             model,
             backend,
             device,
             kv_cache,
             block_size=block_size,
-            max_num_seqs=config.scheduler.max_num_seqs,
+            max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
             vocab_size=model_config.vocab_size,
+            graphs=graphs,
         )
-        if overlap:
+        self._runs_ahead = device.runs_ahead
+        if overlap and not device.runs_ahead:
             self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ropeway-worker")
         with _phase(seconds, "warmup"):
             self._warm_up(min(block_size, max_model_len))
@@ -131,7 +153,7 @@ class LocalExecutor:
             dtype=str(dtype).removeprefix("torch."),
             device=device.name,
             architecture=model_config.architecture,
-            step_tokens=device.step_tokens,
+            step_tokens=step_tokens,
             overlap=overlap,
             startup_seconds=seconds,
         )
@@ -147,12 +169,15 @@ class LocalExecutor:
         return capacity
 
     def submit(self, plan: SchedulerOutput) -> Handle:
-        """Without overlap the step is done when this returns. What it raised comes out of the handle's result()."""
+        """The step is under way when this returns: in the device's queues, in the thread, or done without either. What
+        it raised comes out of the handle's result()."""
         assert self._runner is not None, "start() comes first"
         if self._thread is not None:
             return self._thread.submit(self._runner.execute, plan)
         done: Future[ModelRunnerOutput] = Future()
         try:
+            if self._runs_ahead:
+                return self._runner.begin(plan)
             done.set_result(self._runner.execute(plan))
         except Exception as error:
             done.set_exception(error)
@@ -184,22 +209,6 @@ class LocalExecutor:
                 plan.added = [new] if step == 0 else []
                 self.submit(plan).result()
         self.submit(SchedulerOutput(-1, removed=[_WARM_UP_ID])).result()
-
-
-def _attention_backend(wanted: str, device: Device, block_size: int, head_dim: int) -> AttentionBackend:
-    """Raises ConfigError if ``wanted`` names one that cannot do this."""
-    from ropeway.attention.cpu import CpuAttention
-    from ropeway.attention.torch_ref import TorchAttention
-
-    if wanted != "torch":
-        if device.native is not None and CpuAttention.supports(device.native, block_size, head_dim):
-            return CpuAttention(device.native, block_size)
-        if wanted == "cpu":
-            raise ConfigError(
-                f"--attention-backend cpu: there are no native kernels here for blocks of {block_size} tokens and heads "
-                f"of {head_dim} dimensions"
-            )
-    return TorchAttention(block_size)
 
 
 @contextmanager

@@ -3,7 +3,8 @@
 Owns: the model, the KV cache's memory, the request rows. Must not know: scheduling, prefix caching, processes, text.
 Called by: worker.executor, one plan at a time, in the order submitted.
 
-A plan may be made before the result of the one before it is known (overlap). That is safe because a row reads its last
+`begin` gives a step to the device and `PendingStep.result` waits for it, so that on a device that computes by itself the
+next step can be planned, and begun, meanwhile. A plan may be made before the result of the one before it is known (overlap). That is safe because a row reads its last
 sampled token from the device, and because plans change the rows only here, in order. A row that runs once too often
 (its request had ended) writes only to blocks and state of its own, and the engine drops its token by its epoch.
 """
@@ -20,8 +21,9 @@ from torch import Tensor
 from ropeway.attention.base import AttentionBackend, AttentionMetadata
 from ropeway.engine.step import ModelRunnerOutput, SchedulerOutput
 from ropeway.worker.batch import RequestRows
-from ropeway.worker.device import Device
-from ropeway.worker.sampler import sample
+from ropeway.worker.device import Device, Results
+from ropeway.worker.graphs import DecodeGraphs
+from ropeway.worker.sampler import Drawn, Logprobs, Sampled, SamplingInputs, draw, report
 from ropeway_kernels.cpu import allocate
 
 
@@ -70,37 +72,92 @@ class ModelRunner:
         max_num_seqs: int,
         max_model_len: int,
         vocab_size: int,
+        graphs: bool = False,
     ) -> None:
-        """kv_cache: as allocate_kv_cache makes it."""
+        """kv_cache: as allocate_kv_cache makes it. graphs: replay decode steps as CUDA graphs, if the backend allows."""
         self._model = model
         self._backend = backend
         self._device = device
         self._kv_layers = [kv_cache[:, layer] for layer in range(kv_cache.shape[1])]
         self.rows = RequestRows(max_num_seqs, max_model_len, block_size, vocab_size, device)
+        self._finished = 0.0  # when the last result was there, by time.perf_counter
+        self._decode: DecodeGraphs | None = None
+        if getattr(backend, "captures_decode", False):
+            self._decode = DecodeGraphs(
+                self._forward, device, max_num_seqs, -(-max_model_len // block_size), max_model_len, capture=graphs
+            )
 
-    @torch.inference_mode()
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         """Run one step. A plan without rows only frees and fills."""
-        began = time.perf_counter()
-        self.rows.apply(plan)
-        output = ModelRunnerOutput(plan.step_id, token_ids=[[] for _ in plan.request_ids])
-        if plan.request_ids:
-            self._step(plan, output)
-        output.execute_seconds = time.perf_counter() - began
+        return self.begin(plan).result()
+
+    @torch.inference_mode()
+    def begin(self, plan: SchedulerOutput) -> PendingStep:
+        """Give one step to the device. Steps may be begun before the results of earlier ones are taken."""
+        step = PendingStep(self, plan)
+        try:
+            self.rows.apply(plan)
+            if plan.request_ids:
+                self._launch(plan, step)
+        finally:
+            self._device.end_step()
+        return step
+
+    def _launch(self, plan: SchedulerOutput, step: PendingStep) -> None:
+        padded = 0
+        if self._decode is not None and max(plan.num_tokens) == 1:
+            padded = self._decode.padded_size(len(plan.request_ids))
+        batch = self.rows.gather(plan, padded)
+        batch.meta = self._backend.prepare(batch.meta)
+        if padded and self._decode is not None:
+            logits = self._decode.run(batch)
+            if len(batch.sampled) == len(plan.request_ids):
+                logits = logits[: len(batch.sampled)]
+            else:
+                logits = logits.index_select(0, batch.logits_indices)
+        else:
+            logits = self._forward(batch.input_ids, batch.positions, batch.meta, batch.logits_indices)
+        tensors: list[Tensor] = []
+        if batch.sampled:
+            drawn = draw(logits, batch.sampling, self._device.native)
+            self.rows.commit(batch, drawn.token_ids)
+            tensors = [drawn.token_ids, drawn.best]
+            if (found := drawn.logprobs) is not None:
+                tensors += [found.chosen, found.ranks, found.top_ids, found.top]
+            step.sampled, step.sampling = batch.sampled, batch.sampling
+        step.results = self._device.download(tensors)
+
+    def _forward(self, input_ids: Tensor, positions: Tensor, meta: AttentionMetadata, logits_indices: Tensor) -> Tensor:
+        return self._model(input_ids, positions, self._kv_layers, self._backend, meta, logits_indices)
+
+
+class PendingStep:
+    """A step that the device was given; an engine.step.Handle."""
+
+    def __init__(self, runner: ModelRunner, plan: SchedulerOutput) -> None:
+        self._began = time.perf_counter()
+        self._runner = runner
+        self._plan = plan
+        self.results: Results | None = None  # the tensors of a Drawn; none without rows
+        self.sampled: list[int] = []  # the plan's index of each row that samples
+        self.sampling: SamplingInputs | None = None
+
+    def result(self) -> ModelRunnerOutput:
+        """Wait for the step. Once only, and in the order in which steps were begun."""
+        output = ModelRunnerOutput(self._plan.step_id, token_ids=[[] for _ in self._plan.request_ids])
+        if self.results is not None:
+            tensors = self.results.result()
+            if self.sampling is not None:
+                drawn = Drawn(tensors[0], tensors[1], Logprobs(*tensors[2:]) if len(tensors) > 2 else None)
+                self._fill(output, report(drawn, self.sampling))
+        now = time.perf_counter()
+        # The device began with it when it had finished the step before, if not later.
+        output.execute_seconds = now - max(self._began, self._runner._finished)
+        self._runner._finished = now
         return output
 
-    def _step(self, plan: SchedulerOutput, output: ModelRunnerOutput) -> None:
-        batch = self.rows.gather(plan)
-        meta = self._backend.prepare(batch.meta)
-        logits = self._model(
-            batch.input_ids, batch.positions, self._kv_layers, self._backend, meta, batch.logits_indices
-        )
-        if not batch.sampled:
-            self._device.synchronize()  # so that the step's time is its own
-            return
-        result = sample(logits, batch.sampling, self._device.native)
-        self.rows.commit(batch, result.token_ids)
-        for i, (row, token) in enumerate(zip(batch.sampled, result.token_ids.tolist(), strict=True)):
+    def _fill(self, output: ModelRunnerOutput, result: Sampled) -> None:
+        for i, (row, token) in enumerate(zip(self.sampled, result.token_ids.tolist(), strict=True)):
             if i in result.errors:
                 output.errors[row] = result.errors[i]
                 continue
@@ -109,4 +166,4 @@ class ModelRunner:
                 output.logprobs[row] = [result.logprobs[i]]
 
 
-__all__ = ["ModelRunner", "allocate_kv_cache"]
+__all__ = ["ModelRunner", "PendingStep", "allocate_kv_cache"]
