@@ -256,6 +256,15 @@ def _noise(tokens, first_key, second_key):
 
 
 @triton.jit
+def _clear(counts, masses):
+    bins = tl.arange(0, _BINS)
+    for part in tl.static_range(5):
+        if part < 3:
+            tl.store(counts + part * _BINS + bins, tl.zeros([_BINS], tl.int32))
+        tl.store(masses + part * _BINS + bins, tl.zeros([_BINS], tl.int64))
+
+
+@triton.jit
 def _tally(
     logits,
     vocab,
@@ -359,51 +368,45 @@ def _cutoff_kernel(
             blocks = tl.arange(0, PADDED_BLOCKS)
             tops = tl.load(greatest + row * num_blocks + blocks, mask=blocks < num_blocks, other=float("-inf"))
             depths = _depth(_score(tops, peak, warmth))
-            if bounded:
+            floor = tl.zeros_like(k) + (_DEPTHS - 1)
+            if not bounded:
+                floor = tl.minimum(_depth(tl.log(tl.maximum(1.0 - p, 1e-9) / (2.0 * vocab)) - 0.01), floor)
+            elif k <= num_blocks:
                 floor = tl.zeros_like(k)
                 for step in range(14):
                     deeper = floor + (1 << (29 - step))
                     floor = tl.where(tl.sum((depths < deeper).to(tl.int32), 0) < k, deeper, floor)
                 floor += 0xFFFF
-            else:
-                lightest = tl.maximum(1.0 - p, 1e-9) / (2.0 * vocab)
-                floor = tl.minimum(_depth(tl.log(lightest) - 0.01), _DEPTHS - 1)
             reaches = depths <= floor
             num_found = tl.sum(reaches.to(tl.int32), 0)
             tl.store(found + tl.cumsum(reaches.to(tl.int32), 0) - 1, blocks, mask=reaches)
-            bins = tl.arange(0, _BINS)
-            for stage in tl.static_range(3):
-                tl.store(counts + stage * _BINS + bins, tl.zeros([_BINS], tl.int32))
-            for stage in tl.static_range(5):
-                tl.store(masses + stage * _BINS + bins, tl.zeros([_BINS], tl.int64))
+            _clear(counts, masses)
             tl.debug_barrier()
 
             _tally(logits, vocab, peak, warmth, found, num_found, floor, 0, 20, counts, masses, bounded, nucleus, TILE)
             if bounded:
-                cutoff = tl.zeros_like(k)
-                fewer = tl.zeros_like(k)
-                whole = _mass(0.0 * p)  # weight of all that top_k leaves
-                for level in tl.static_range(3):
-                    stage = level * _BINS
-                    if level > 0:
-                        _tally(
-                            logits,
-                            vocab,
-                            peak,
-                            warmth,
-                            found,
-                            num_found,
-                            floor,
-                            cutoff,
-                            20 - 10 * level,
-                            counts + stage,
-                            masses + stage,
-                            bounded,
-                            nucleus,
-                            TILE,
-                        )
-                    place, fewer = _find(counts + stage, fewer, k)
-                    whole += _before(masses + stage, place)
+                cutoff, fewer = _find(counts, tl.zeros_like(k), k)
+                whole = _before(masses, cutoff)  # weight of all that top_k leaves
+                for level in tl.static_range(1, 3):
+                    histogram, weights = counts + level * _BINS, masses + level * _BINS
+                    _tally(
+                        logits,
+                        vocab,
+                        peak,
+                        warmth,
+                        found,
+                        num_found,
+                        floor,
+                        cutoff,
+                        20 - 10 * level,
+                        histogram,
+                        weights,
+                        bounded,
+                        nucleus,
+                        TILE,
+                    )
+                    place, fewer = _find(histogram, fewer, k)
+                    whole += _before(weights, place)
                     cutoff = cutoff * _BINS + place
                 whole += (k - fewer) * _mass(_weight_at(cutoff))  # of equals at the end, as many as top_k has room for
             else:
@@ -416,37 +419,36 @@ def _cutoff_kernel(
 
             if nucleus:
                 share = (p.to(tl.float64) * whole.to(tl.float64)).to(tl.int64)
-                edge = tl.zeros_like(k)
-                above = tl.zeros_like(whole)
-                for level in tl.static_range(3):
-                    stage = 0 if level == 0 else (level + 2) * _BINS
-                    if level > 0:
-                        _tally(
-                            logits,
-                            vocab,
-                            peak,
-                            warmth,
-                            found,
-                            num_found,
-                            floor,
-                            edge,
-                            20 - 10 * level,
-                            counts,
-                            masses + stage,
-                            False,
-                            nucleus,
-                            TILE,
-                        )
-                    place, above = _find(masses + stage, above, share)
+                edge, above = _find(masses, tl.zeros_like(whole), share)
+                for level in tl.static_range(1, 3):
+                    weights = masses + (level + 2) * _BINS
+                    _tally(
+                        logits,
+                        vocab,
+                        peak,
+                        warmth,
+                        found,
+                        num_found,
+                        floor,
+                        edge,
+                        20 - 10 * level,
+                        counts,
+                        weights,
+                        False,
+                        nucleus,
+                        TILE,
+                    )
+                    place, above = _find(weights, above, share)
                     edge = edge * _BINS + place
                 cutoff = tl.minimum(cutoff, edge)
 
         if least > 0:
-            lowest = tl.zeros_like(k)
-            for step in range(30):
-                lower = lowest + (1 << (29 - step))
-                lowest = tl.where(_weight_at(lower) >= least, lower, lowest)
-            cutoff = tl.minimum(cutoff, lowest)
+            bins = tl.arange(0, _BINS)
+            lightest = tl.zeros_like(k)
+            for level in tl.static_range(3):
+                stays = _weight_at(lightest + (bins << (20 - 10 * level))) >= least
+                lightest += tl.maximum(tl.sum(stays.to(tl.int32), 0) - 1, 0) << (20 - 10 * level)
+            cutoff = tl.minimum(cutoff, lightest)
         tl.store(cutoffs + line, cutoff)
 
 

@@ -130,7 +130,8 @@ def check_alike(logits: Tensor, inputs: SamplingInputs) -> Tensor:
 @pytest.mark.parametrize("vocab", [7, 50, 1000, 3001])
 def test_tokens_are_those_of_the_plain_sampler(vocab: int):
     torch.manual_seed(vocab)
-    cases = list(itertools.product(FILTERS, TEMPERATURES))
+    # Every filter with two of the temperatures, by turns.
+    cases = [(filters, TEMPERATURES[(i + j) % 4]) for i, filters in enumerate(FILTERS) for j in (0, 1)]
     logits = torch.randn(len(cases), vocab) * 2
     logits[::2, ::9] += 6.0  # a few stand out, as in a model's
     inputs = make_inputs([filters for filters, _ in cases], [temperature for _, temperature in cases], vocab)
@@ -182,7 +183,7 @@ def test_the_cutoff_is_exact(vocab: int):
 @pytest.mark.parametrize("levels", [1, 2, 5])
 def test_equal_scores_at_the_cutoff_stay_together(levels: int):
     torch.manual_seed(levels)
-    cases = [filters for filters in FILTERS for _ in range(2)]
+    cases = FILTERS
     logits = torch.randint(levels, (len(cases), 3001)) * 0.5
     logits[:, 7] = -inf
     tokens = check_alike(logits, make_inputs(cases, [1.0] * len(cases), 3001))
@@ -192,8 +193,7 @@ def test_equal_scores_at_the_cutoff_stay_together(levels: int):
 
 def test_masked_tokens_are_never_drawn():
     torch.manual_seed(2)
-    cases = [filters for filters in FILTERS for _ in range(2)]
-    for allowed in (1, 2, 70):
+    for allowed, cases in ((1, FILTERS[::2]), (2, FILTERS[1::2]), (70, FILTERS)):
         logits = torch.full((len(cases), 3001), -inf)
         ids = torch.randperm(3001)[:allowed]
         logits[:, ids] = torch.randn(len(cases), allowed)
@@ -252,7 +252,8 @@ def test_a_row_draws_the_same_alone_and_in_any_batch():
         min_p=inputs.min_p,
     )
     assert torch.equal(strided, together)
-    for row, (filters, temperature) in enumerate(zip(cases, temperatures, strict=True)):
+    for row in range(0, len(cases), 3):
+        filters, temperature = cases[row], temperatures[row]
         alone = make_inputs([filters], [temperature], 1500, first_seed=row)
         assert sample(logits[row : row + 1].clone(), alone, triton=True).token_ids.tolist() == [together[row]]
 
