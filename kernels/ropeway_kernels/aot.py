@@ -213,13 +213,13 @@ def details(outcomes: Iterable[Outcome], archs: Sequence[int]) -> str:
     for name, row in by_name.items():
         cells = []
         for arch in archs:
-            outcome = row.get(arch)
-            if outcome is None:
+            found = row.get(arch)
+            if found is None:
                 cells.append("-")
-            elif outcome.resources is None:
+            elif found.resources is None:
                 cells.append("fails")
             else:
-                cells.append(f"{outcome.resources.registers} {outcome.resources.shared} {outcome.resources.spills}")
+                cells.append(f"{found.resources.registers} {found.resources.shared} {found.resources.spills}")
         lines.append(" ".join([f"{name:{width}}", *(f"{cell:>16}" for cell in cells)]))
     return "\n".join(lines)
 

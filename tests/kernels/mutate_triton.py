@@ -1,7 +1,8 @@
 """Seeds one-line faults into a copy of the GPU path and reports which of them tests on a CPU notice.
 
     python tests/kernels/mutate_triton.py             # all faults
-    python tests/kernels/mutate_triton.py staging     # those whose name contains a word
+    python tests/kernels/mutate_triton.py staging     # those whose name or file contains a word
+    python tests/kernels/mutate_triton.py --control   # no fault: every one of the tests must pass
 
 Kernels run in Triton's interpreter, the runner on a device that computes late. Each fault meets only the tests that
 should know of it. Exit status 0 when at most the ALLOWED_SURVIVORS below survive.
@@ -89,7 +90,8 @@ def survives(fault: Fault) -> bool:
             shutil.copytree(ROOT / folder, copy / folder, ignore=ignore)
         shutil.copy(ROOT / "pyproject.toml", copy)
         target = copy / fault.file
-        target.write_text(target.read_text(encoding="utf-8").replace(fault.old, fault.new), encoding="utf-8")
+        if fault.old:
+            target.write_text(target.read_text(encoding="utf-8").replace(fault.old, fault.new), encoding="utf-8")
         command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--timeout=300"]
         command += fault.tests.split() + (["-k", fault.select] if fault.select else [])
         environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(copy / "src"), str(copy / "kernels")])}
@@ -108,8 +110,12 @@ def check_anchors(faults: list[Fault]) -> None:
 
 
 def main() -> int:
-    wanted = [fault for fault in FAULTS if len(sys.argv) < 2 or sys.argv[1] in f"{fault.name} {fault.file}"]
+    word = "".join(sys.argv[1:2]).replace("--control", "")
+    wanted = [fault for fault in FAULTS if word in f"{fault.name} {fault.file}"]
     check_anchors(wanted)
+    if "--control" in sys.argv:
+        selections = sorted({(fault.tests, fault.select) for fault in FAULTS})
+        wanted = [Fault(f"{tests} {select}", "pyproject.toml", "", "", tests, select) for tests, select in selections]
 
     def judge(fault: Fault) -> bool:
         began = time.monotonic()
@@ -120,6 +126,8 @@ def main() -> int:
 
     with ThreadPoolExecutor(PROCESSES) as pool:
         verdicts = list(pool.map(judge, wanted))
+    if "--control" in sys.argv:
+        return 0 if all(verdicts) else 1
     survivors = [fault.name for fault, alive in zip(wanted, verdicts, strict=True) if alive]
     print(f"{len(wanted) - len(survivors)} of {len(wanted)} faults caught")
     for name in survivors:

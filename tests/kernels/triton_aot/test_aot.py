@@ -1,7 +1,7 @@
 """Every kernel in every tuned configuration compiles, spills nothing and fits the chip.
 
-Each variant for one of sm_80, sm_90 and sm_100 in turn, which is three minutes on two cores; all of them for all three is
-`python -m ropeway_kernels.aot`, seven minutes.
+Each variant for one of sm_80, sm_90 and sm_100 in turn, which is under two minutes on two cores; all of them for all
+three is `python -m ropeway_kernels.aot`, some minutes more.
 
 Compiled in processes of their own, because tests beside this one put this process's Triton into its interpreter. What
 was compiled is kept in pytest's cache folder, by the source of each kernel: a second run compiles only what changed.
