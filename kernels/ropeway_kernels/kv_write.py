@@ -16,8 +16,8 @@ from torch import Tensor
 if TYPE_CHECKING:
     from ropeway_kernels.aot import Variant
 
-_TILE = 2048  # elements of a program
-_NUM_WARPS = 2
+_TILE = 4096  # elements of a program: 8 of each half of a head for each thread, 16 bytes of a narrow type
+_NUM_WARPS = 8
 
 
 @triton.jit

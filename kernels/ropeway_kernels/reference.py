@@ -198,7 +198,7 @@ def rope_kv_write(
     """
     num_kv_heads = kv_layer.shape[2]
     used = slot_mapping >= 0
-    q, k, v = heads[used].double().split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+    q, k, v = torch.split(heads[used].double(), [num_heads, num_kv_heads, num_kv_heads], dim=1)
     if q_norm is not None:
         q = rms_norm(q, q_norm, eps)
     if k_norm is not None:

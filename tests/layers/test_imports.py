@@ -172,3 +172,10 @@ def test_the_spawned_engine_loads_no_http_stack() -> None:
     """What the child imports before its executor: the parent's main module, its own, and the executor factory's."""
     loaded = loaded_after("ropeway.cli", "ropeway.serve", "ropeway.engine.process")
     assert not loaded & {"torch", "fastapi", "starlette", "uvicorn", "pydantic", "tokenizers", "prometheus_client"}
+
+
+def test_a_cpu_needs_no_triton() -> None:
+    """It is an optional dependency, and slow to import: only what runs on a GPU may ask for it."""
+    loaded = loaded_after("ropeway.worker.executor", "ropeway.worker.runner", "ropeway.model.loader")
+    assert "torch" in loaded
+    assert "triton" not in loaded

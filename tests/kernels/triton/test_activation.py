@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ropeway.model.layers import ACTIVATIONS, Gate, Placement
 from ropeway.model.parallel import SINGLE
-from ropeway_kernels import reference
+from ropeway_kernels import activation, reference
 from ropeway_kernels.activation import GATES, gated
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -62,6 +62,17 @@ def test_extreme_values(gate: str):
     got = gated(torch.cat([first, torch.full_like(first, 2.0)], dim=1), gate)
     want = torch.tensor([[0.0, 0.0, 0.0, 0.0, 200.0, 2e10, inf, nan]])
     torch.testing.assert_close(got, want, equal_nan=True)
+
+
+@pytest.mark.parametrize("size", [7, 1030])
+def test_nothing_is_written_around_the_output(size: int):
+    memory = torch.full((3 * size + 64,), nan)
+    x, out = torch.randn(3, 2 * size), memory[32:-32].view(3, size)
+    constants = activation._constants(size, "silu")
+    activation._gated[(3, -(-size // constants["TILE"]))](x, out, **constants)
+    close(out, reference.gated(x.double(), "silu"))
+    assert memory[:32].isnan().all()
+    assert memory[-32:].isnan().all()
 
 
 def test_no_rows():

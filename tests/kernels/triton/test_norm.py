@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ropeway.model.layers import Placement, RMSNorm
 from ropeway.model.parallel import SINGLE
-from ropeway_kernels import reference
+from ropeway_kernels import norm, reference
 from ropeway_kernels.norm import MAX_SIZE, rms_norm
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -80,6 +80,17 @@ def test_a_row_is_bitwise_the_same_in_any_batch(size: int):
         assert torch.equal(rms_norm(x[:rows], weight, 1e-6), alone[:rows])
 
 
+@pytest.mark.parametrize("size", [7, 300, 577])
+def test_nothing_is_written_around_the_output(size: int):
+    memory = torch.full((3 * size + 64,), nan)
+    x, weight, out = torch.randn(3, size), torch.randn(size), memory[32:-32].view(3, size)
+    constants, _ = norm._launch(size)
+    norm._rms_norm[(-(-3 // constants["ROW_TILE"]),)](x, None, weight, out, 3, 1e-6, **constants)
+    close(out, reference.rms_norm(x.double(), weight, 1e-6))
+    assert memory[:32].isnan().all()
+    assert memory[-32:].isnan().all()
+
+
 def test_no_rows():
     assert rms_norm(torch.randn(0, 64), torch.randn(64), 1e-6).shape == (0, 64)
 
@@ -103,16 +114,16 @@ def test_extreme_rows_are_those_of_torch_in_float32(dtype: torch.dtype):
 @pytest.mark.parametrize("plus_one", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_layer_means_the_same_on_it(plus_one: bool, dtype: torch.dtype):
-    norm = RMSNorm(48, 1e-3, plus_one=plus_one, place=Placement(dtype, torch.device("cpu"), SINGLE, triton=True))
+    layer = RMSNorm(48, 1e-3, plus_one=plus_one, place=Placement(dtype, torch.device("cpu"), SINGLE, triton=True))
     stored = torch.randn(48).to(dtype)
-    norm.slots("n")["n.weight"].load(stored)
-    norm.finalize()
-    assert norm.weight.dtype == torch.float32
+    layer.slots("n")["n.weight"].load(stored)
+    layer.finalize()
+    assert layer.weight.dtype == torch.float32
     weight = stored.double() + plus_one
     heads = torch.randn(5, 7, 48).to(dtype)[:, 2:5]  # as they lie between the others
-    close(norm(heads), reference.rms_norm(heads.double(), weight, 1e-3))
+    close(layer(heads), reference.rms_norm(heads.double(), weight, 1e-3))
     x, residual = torch.randn(5, 48).to(dtype), torch.randn(5, 48).to(dtype)
     exact = residual.double() + x.double()
-    out, total = norm.add(x, residual)
+    out, total = layer.add(x, residual)
     close(total, exact)
     close(out, reference.rms_norm(total.double(), weight, 1e-3))
