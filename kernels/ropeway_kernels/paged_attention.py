@@ -165,34 +165,36 @@ def plan_step(
         raise ValueError("fixed spans need one configuration for both kernels, and whole tiles in a span")
     query_lens, seq_lens = query_lens.astype(np.int64), seq_lens.astype(np.int64)
 
+    num_rows = len(query_lens)
     few = query_lens <= most_rows // group
-    decode_rows = np.flatnonzero(few)
-    num_decode = len(decode_rows)
+    num_decode = np.count_nonzero(few)
+    num_windows, share_size = len(sliding_windows), (_PROGRAM_FIELDS + _MERGE_FIELDS) * num_programs
+    decode_size = num_decode + num_windows * (num_decode + 1 + share_size)
     slot_rows = group
-    parts = [decode_rows]
+    tiles = None
+    if num_decode < num_rows:
+        tiles = _query_tiles(query_lens, seq_lens, np.flatnonzero(~few), prefill.tile_m // group)
+    num_prefill = 0 if tiles is None else tiles.shape[1]
+    buffer = np.zeros(decode_size + 2 * num_prefill, np.int32)
+    if tiles is not None:
+        buffer[decode_size:] = tiles.ravel()
     if num_decode:
-        queries = query_lens[decode_rows]
+        if num_decode < num_rows:
+            rows = np.flatnonzero(few)
+            queries, ends = query_lens[rows], seq_lens[rows]
+        else:
+            rows, queries, ends = np.arange(num_rows), query_lens, seq_lens
+        buffer[:num_decode] = rows
         slot_rows *= max(1, int(queries.max()))
-        ends = np.where(queries > 0, seq_lens[decode_rows], 0)
+        ends = ends * (queries > 0)
         unit = span if fixed_spans else decode.tile_n
-        for window in sliding_windows:
-            begins = np.zeros_like(ends) if window is None else np.maximum(ends - queries - window + 1, 0)
-            units = -(-ends // unit) - begins // unit
-            parts += _shares(units, num_kv_heads, num_programs, slot_per_unit=fixed_spans)
-    else:
-        parts.append(np.zeros(len(sliding_windows) * (1 + (_PROGRAM_FIELDS + _MERGE_FIELDS) * num_programs), np.int64))
-
-    num_prefill = 0
-    if num_decode < len(query_lens):
-        rows = np.flatnonzero(~few)
-        width = prefill.tile_m // group
-        counts = -(-query_lens[rows] // width)
-        tile_rows = np.repeat(rows, counts)
-        num_prefill = len(tile_rows)
-        first = (np.arange(num_prefill) - np.repeat(np.cumsum(counts) - counts, counts)) * width
-        # The longest first: a program that starts last should have little to do.
-        order = np.argsort((query_lens - seq_lens)[tile_rows] - first, kind="stable")
-        parts += [tile_rows[order], first[order]]
+        for index, window in enumerate(sliding_windows):
+            units = (ends + (unit - 1)) // unit
+            if window is not None:
+                units -= np.maximum(ends - queries - (window - 1), 0) // unit
+            at = num_decode + index * (num_decode + 1 + share_size)
+            before = buffer[at : at + num_decode + 1]
+            _share(units, before, buffer[at + num_decode + 1 :][:share_size], num_kv_heads, slot_per_unit=fixed_spans)
 
     num_slots = 2 * num_programs  # each edge of a share cuts one item
     if fixed_spans:
@@ -208,51 +210,68 @@ def plan_step(
         decode=decode,
         prefill=prefill,
         span=span if fixed_spans else 0,
-        buffer=torch.from_numpy(np.concatenate(parts).astype(np.int32)),
+        buffer=torch.from_numpy(buffer),
     )
 
 
-def _shares(units: np.ndarray, num_kv_heads: int, num_programs: int, *, slot_per_unit: bool) -> list[np.ndarray]:
+def _query_tiles(query_lens: np.ndarray, seq_lens: np.ndarray, rows: np.ndarray, width: int) -> np.ndarray:
+    """Row and first query ``[2, num_tiles]`` of every ``width`` queries of these rows. The longest first: a program that
+    starts last should have little to do."""
+    counts = -(-query_lens[rows] // width)
+    tile_rows = np.repeat(rows, counts)
+    first = (np.arange(len(tile_rows)) - np.repeat(np.cumsum(counts) - counts, counts)) * width
+    order = np.argsort((query_lens - seq_lens)[tile_rows] - first, kind="stable")
+    return np.stack([tile_rows[order], first[order]])
+
+
+def _share(
+    units: np.ndarray, before: np.ndarray, shares: np.ndarray, num_kv_heads: int, *, slot_per_unit: bool
+) -> None:
     """Lay (tile, KV head, unit) out flat, in that order, and cut it into equal shares.
 
     units ``[num_tiles]``: of one KV head. slot_per_unit: each unit of an item that is cut has a slot, rather than each
-    share's part of it. Returns ``[num_tiles + 1]``, ``[num_programs * 6]`` and ``[num_programs * 4]``.
+    share's part of it. Written are before ``[num_tiles + 1]`` and shares ``[num_programs * 10]``, which holds zeros.
     """
-    num_tiles = len(units)
-    before = np.zeros(num_tiles + 1, np.int64)
     np.cumsum(units, out=before[1:])
     total = int(before[-1]) * num_kv_heads
-    programs = np.zeros((num_programs, _PROGRAM_FIELDS), np.int64)
-    merges = np.zeros((num_programs, _MERGE_FIELDS), np.int64)
+    num_programs = len(shares) // (_PROGRAM_FIELDS + _MERGE_FIELDS)
     busy = min(num_programs, total)  # with less work than programs, the last ones have none
-    if busy:
-        edges = np.arange(busy + 1) * total // busy
-        starts = edges[:-1]
-        # An item is one tile and KV head. Tiles without units begin where the next one does; the last of these has some.
-        tile = np.searchsorted(before[1:] * num_kv_heads, starts, side="right")
-        length = units[tile]
-        head, unit = np.divmod(starts - before[tile] * num_kv_heads, length)
-        programs[:busy, 0], programs[:busy, 1], programs[:busy, 2] = tile, head, unit
-        programs[:busy, 3] = np.diff(edges)
+    if not busy:
+        return
+    programs = shares[: _PROGRAM_FIELDS * num_programs].reshape(num_programs, _PROGRAM_FIELDS)
+    starts = np.arange(busy) * total // busy
+    # An item is one tile and KV head. Tiles without units begin where the next one does; the last of these has some.
+    edges = before.astype(np.int64) * num_kv_heads
+    tile = edges[1:].searchsorted(starts, side="right")
+    length = units[tile]
+    within = starts - edges[tile]
+    head = within // length
+    unit = within - head * length
+    programs[:busy, 0], programs[:busy, 1], programs[:busy, 2] = tile, head, unit
+    programs[: busy - 1, 3] = starts[1:] - starts[:-1]
+    programs[busy - 1, 3] = total - starts[-1]
 
-        cut = np.flatnonzero(unit)  # programs that begin inside an item
-        if len(cut):
-            item = tile[cut] * num_kv_heads + head[cut]
-            is_first = np.ones(len(cut), bool)  # of the programs that begin inside the same item
-            is_first[1:] = item[1:] != item[:-1]
-            first = np.flatnonzero(is_first)
-            if slot_per_unit:
-                counts = length[cut[first]]
-                slots = np.cumsum(counts) - counts
-                programs[cut, 4] = slots[np.cumsum(is_first) - 1]
-            else:
-                counts = np.diff(np.append(first, len(cut))) + 1
-                slots = np.cumsum(counts) - counts
-                programs[cut, 4] = np.arange(len(cut)) + np.cumsum(is_first)
-            programs[cut[first] - 1, 5] = slots  # the item's first part is the end of the share before
-            merges[: len(first), 0], merges[: len(first), 1] = tile[cut[first]], head[cut[first]]
-            merges[: len(first), 2], merges[: len(first), 3] = slots, counts
-    return [before, programs.ravel(), merges.ravel()]
+    (cut,) = unit.nonzero()  # programs that begin inside an item
+    if not len(cut):
+        return
+    item = tile * num_kv_heads + head
+    # Of the programs that begin inside the same item, the first is the one behind the program that began the item.
+    is_first = (item[cut] != item[cut - 1]) | (unit[cut - 1] == 0)
+    (first,) = is_first.nonzero()
+    owners = cut[first]
+    if slot_per_unit:
+        counts = length[owners]
+        slots = counts.cumsum() - counts
+        programs[cut, 4] = slots[is_first.cumsum() - 1]
+    else:
+        slots = first + np.arange(len(first))
+        counts = np.full(len(first), len(cut) + 1)
+        counts[:-1] = first[1:] + 1
+        counts -= first
+        programs[cut, 4] = np.arange(len(cut)) + is_first.cumsum()
+    programs[owners - 1, 5] = slots  # the item's first part is the end of the share before
+    merges = shares[_PROGRAM_FIELDS * num_programs :].reshape(num_programs, _MERGE_FIELDS)[: len(first)]
+    merges[:, 0], merges[:, 1], merges[:, 2], merges[:, 3] = tile[owners], head[owners], slots, counts
 
 
 # --- the kernels ------------------------------------------------------------------------------------------------------
@@ -342,7 +361,8 @@ def _walk(
         if WIDE:
             p = p.to(tl.float32)
         if TWO_LEVEL:
-            acc += tl.dot(p, v, input_precision=PRECISION)
+            # The bound keeps Triton from folding the sum into the product; with these types it means nothing else.
+            acc += tl.dot(p, v, input_precision=PRECISION, max_num_imprecise_acc=TILE_N)
         else:
             acc = tl.dot(p, v, acc, input_precision=PRECISION)
         peak = top
@@ -889,7 +909,7 @@ def _variants_of(
         }
         if decode:
             pointers |= {"part_acc_ptr": "*fp32", "part_ml_ptr": "*fp32"}
-        integers = ("section", "slot_rows") if decode else ("tiles_at",)
+        integers: tuple[str, ...] = ("section", "slot_rows") if decode else ("tiles_at",)
         integers += ("num_tiles", "window", *_STRIDES, "stride_table")
         signature = pointers | _POINTERS | dict.fromkeys(integers, "i32") | dict.fromkeys(_FLOATS, "fp32")
         signature |= dict.fromkeys(constants, "constexpr")

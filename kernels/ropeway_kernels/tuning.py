@@ -45,7 +45,7 @@ _TABLE: dict[tuple[Kind, int], dict[int, AttentionConfig]] = {
     },
     ("prefill", 256): {
         80: AttentionConfig(64, 32, 8, 2),
-        90: AttentionConfig(64, 32, 8, 3),
+        90: AttentionConfig(64, 32, 8, 2),
         100: AttentionConfig(64, 64, 8, 2),
     },
     ("decode", 64): {

@@ -49,7 +49,7 @@ ROPEWAY_INLINE void bins_of(const float* scores, int64_t count, int32_t* bins) {
 
 // --- noise ---
 
-// u in (0, 1] for tokens begin, begin + 1, ...; -log1p(-u) is the noise. float32 is finest near 0, where winners are.
+// u in (0, 1) for tokens begin, begin + 1, ...; -log1p(-u) is the noise. float32 is finest near 0, where winners are.
 // The hash is MurmurHash3's 32-bit finalizer, keyed before and within.
 inline void uniform_noise(uint32_t begin, uint32_t key, uint32_t second_key, float* u) {
     for (uint32_t i = 0; i < kBlock; ++i) {
@@ -58,7 +58,8 @@ inline void uniform_noise(uint32_t begin, uint32_t key, uint32_t second_key, flo
         h ^= second_key;
         h = (h ^ (h >> 13)) * 0xc2b2ae35u;
         h ^= h >> 16;
-        u[i] = (static_cast<float>(static_cast<int32_t>(h & 0x7fffffff)) + 0.5f) * 0x1p-31f;
+        // Not 1, to which the greatest round: such a token would have no speed at all.
+        u[i] = std::min((static_cast<float>(static_cast<int32_t>(h & 0x7fffffff)) + 0.5f) * 0x1p-31f, 1 - 0x1p-24f);
     }
 }
 
