@@ -167,7 +167,7 @@ def plan_step(
 
     num_rows = len(query_lens)
     few = query_lens <= most_rows // group
-    num_decode = np.count_nonzero(few)
+    num_decode = int(np.count_nonzero(few))
     num_windows, share_size = len(sliding_windows), (_PROGRAM_FIELDS + _MERGE_FIELDS) * num_programs
     decode_size = num_decode + num_windows * (num_decode + 1 + share_size)
     slot_rows = group
