@@ -4,9 +4,10 @@ Owns: the model, the KV cache's memory, the request rows. Must not know: schedul
 Called by: worker.executor, one plan at a time, in the order submitted.
 
 `begin` gives a step to the device and `PendingStep.result` waits for it, so that on a device that computes by itself the
-next step can be planned, and begun, meanwhile. A plan may be made before the result of the one before it is known (overlap). That is safe because a row reads its last
-sampled token from the device, and because plans change the rows only here, in order. A row that runs once too often
-(its request had ended) writes only to blocks and state of its own, and the engine drops its token by its epoch.
+next step can be planned, and begun, meanwhile. A plan may be made before the result of the one before it is known
+(overlap). That is safe because a row reads its last sampled token from the device, and because plans change the rows only
+here, in order. A row that runs once too often (its request had ended) writes only to blocks and state of its own, and the
+engine drops its token by its epoch.
 """
 
 from __future__ import annotations
