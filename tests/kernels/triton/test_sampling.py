@@ -151,6 +151,20 @@ def test_a_vocabulary_of_several_chunks():
     check_alike(logits, make_inputs(cases * 2, [0.9] * 12, 9000))
 
 
+def kept_by_kernel(logits: Tensor, inputs: SamplingInputs) -> np.ndarray:
+    """``[n, vocab]``; which tokens run."""
+    assert inputs.random_rows is not None
+    assert inputs.temperature is not None
+    assert inputs.filtered is not None
+    greatest, best, _ = sampling._survey(logits)
+    filters = inputs.top_k, inputs.top_p, inputs.min_p
+    cutoffs = sampling._cutoffs(
+        logits, greatest, best, inputs.random_rows, inputs.temperature, inputs.filtered, *filters
+    )
+    depths = (scores_of(logits, inputs).view(np.int32) & 0x7FFFFFFF) - sampling._OFFSET.value
+    return depths <= cutoffs.numpy()[:, None]
+
+
 @pytest.mark.parametrize("vocab", [50, 1300, 9000])
 def test_the_cutoff_is_exact(vocab: int):
     """Who stays, token by token: what the race sees of it is the winner only."""
@@ -160,17 +174,8 @@ def test_the_cutoff_is_exact(vocab: int):
     logits[1::3] = (logits[1::3] * 2).round() / 2  # many equals
     logits[:, 5] = -inf
     inputs = make_inputs(cases, [0.8] * len(cases), vocab)
-    assert inputs.random_rows is not None
-    assert inputs.temperature is not None
-    assert inputs.filtered is not None
-    greatest, best, _ = sampling._survey(logits)
-    filters = inputs.top_k, inputs.top_p, inputs.min_p
-    cutoffs = sampling._cutoffs(
-        logits, greatest, best, inputs.random_rows, inputs.temperature, inputs.filtered, *filters
-    )
     scores = scores_of(logits, inputs)
-    depths = (scores.view(np.int32) & 0x7FFFFFFF) - sampling._OFFSET.value
-    kept = depths <= cutoffs.numpy()[:, None]
+    kept = kept_by_kernel(logits, inputs)
     must, may = staying(scores, inputs, -SLACK), staying(scores, inputs, SLACK)
     assert (kept | ~must).all()
     assert (may | ~kept).all()
@@ -178,6 +183,20 @@ def test_the_cutoff_is_exact(vocab: int):
     assert len(only_top_k) > 3
     assert (kept == may)[only_top_k].all()
     assert (kept.sum(1) > 1).sum() > len(cases) / 2
+
+
+@pytest.mark.parametrize("top_p", [0.5, 0.9, 0.999])
+def test_top_p_reaches_into_a_tail_of_unlikely_tokens(top_p: float):
+    """As light as tokens at its edge can be: all but one together weigh little more than 1 - top_p."""
+    vocab = 2000
+    tail = np.log(1.3 * (1 - top_p) / top_p / vocab) + np.linspace(0.05, -0.05, vocab)
+    logits = torch.from_numpy(tail).float()[None]
+    logits[0, 1234] = 0.0
+    inputs = make_inputs([(0, top_p, 0.0)], [1.0], vocab)
+    kept, scores = kept_by_kernel(logits, inputs), scores_of(logits, inputs)
+    assert 10 < kept.sum() < vocab / 2
+    assert (kept | ~staying(scores, inputs, -SLACK)).all()
+    assert (staying(scores, inputs, SLACK) | ~kept).all()
 
 
 @pytest.mark.parametrize("levels", [1, 2, 5])
