@@ -31,7 +31,8 @@ class AttentionConfig:
 Kind = Literal["prefill", "decode", "spans"]
 
 # (kind, head size up to a power of two) -> a configuration per architecture, for types of one or two bytes.
-# A loop's first stage goes to the block ids, which must be there before K and V can be asked for.
+# A loop's first stages go to the block ids, which must be there before K and V can be asked for: with 4 stages a loop has
+# one tile under way and waits for all of it, with 5 it computes on one tile while another is still coming.
 _TABLE: dict[tuple[Kind, int], dict[int, AttentionConfig]] = {
     ("prefill", 64): {
         80: AttentionConfig(128, 64, 8, 3),
@@ -49,19 +50,19 @@ _TABLE: dict[tuple[Kind, int], dict[int, AttentionConfig]] = {
         100: AttentionConfig(64, 64, 8, 2),
     },
     ("decode", 64): {
-        80: AttentionConfig(16, 64, 4, 4),
-        90: AttentionConfig(16, 128, 4, 4),
-        100: AttentionConfig(16, 128, 4, 4),
+        80: AttentionConfig(16, 64, 4, 5),
+        90: AttentionConfig(16, 128, 4, 5),
+        100: AttentionConfig(16, 64, 4, 5),
     },
     ("decode", 128): {
-        80: AttentionConfig(16, 64, 4, 4),
-        90: AttentionConfig(16, 64, 4, 4),
-        100: AttentionConfig(16, 64, 4, 4),
+        80: AttentionConfig(16, 64, 4, 5),
+        90: AttentionConfig(16, 64, 4, 5),
+        100: AttentionConfig(16, 64, 4, 5),
     },
     ("decode", 256): {
-        80: AttentionConfig(16, 32, 4, 4),
-        90: AttentionConfig(16, 32, 4, 4),
-        100: AttentionConfig(16, 32, 4, 4),
+        80: AttentionConfig(16, 32, 4, 5),
+        90: AttentionConfig(16, 32, 4, 5),
+        100: AttentionConfig(16, 32, 4, 5),
     },
     # Prompts and decoding rows share one line here, so that both reduce alike: see paged_attention.
     ("spans", 64): {
