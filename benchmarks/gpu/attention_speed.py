@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from attention_steps import Shape, Step, make_step
 from harness import Context, Finding, OutOfTimeError, Timer, at_least, copy_bandwidth, gemm_peak
 
-from ropeway_kernels.paged_attention import AttentionPlan
+from ropeway_kernels.attention_plan import AttentionPlan
 
 LLAMA_8B = Shape(32, 8, 128)
 QWEN3_06B = Shape(16, 8, 128)

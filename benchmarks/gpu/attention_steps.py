@@ -15,7 +15,8 @@ from torch import Tensor
 
 from ropeway.attention.base import AttentionMetadata
 from ropeway.attention.triton import TritonAttention
-from ropeway_kernels.paged_attention import AttentionPlan, paged_attention
+from ropeway_kernels.attention_plan import AttentionPlan
+from ropeway_kernels.paged_attention import paged_attention
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ FAULTS = [
     Fault("diagonal tile taken for a full one", "kernels/ropeway_kernels/paged_attention.py", "(first_pos + 1) // TILE_N", "(first_pos + TILE_N) // TILE_N", ATTENTION, "block_sizes"),
     Fault("running sum not rescaled", "kernels/ropeway_kernels/paged_attention.py", "total = total * shrink + tl.sum(p, 1)", "total = total + tl.sum(p, 1)", ATTENTION, "block_sizes"),
     Fault("merge without rescaling", "kernels/ropeway_kernels/paged_attention.py", "                    acc = acc * keep + acc_part * take", "                    acc = acc + acc_part", ATTENTION, "cut_anywhere"),
-    Fault("merge leaves out the last part", "kernels/ropeway_kernels/paged_attention.py", "        counts -= first\n", "        counts -= first + (len(cut) > 1)\n", ATTENTION, "cut_anywhere or planned_once"),
+    Fault("merge leaves out the last part", "kernels/ropeway_kernels/attention_plan.py", "        counts -= first\n", "        counts -= first + (len(cut) > 1)\n", ATTENTION, "cut_anywhere or planned_once"),
     Fault("sinks without their base", "kernels/ropeway_kernels/paged_attention.py", "tl.load(sinks_ptr + heads).to(tl.float32) * 1.4426950408889634", "tl.load(sinks_ptr + heads).to(tl.float32)", ATTENTION, "sinks"),
     Fault("padding rows left as they were", "kernels/ropeway_kernels/paged_attention.py", "for idle in range(program, num_tiles, num_programs):", "for idle in range(num_tiles, num_tiles, num_programs):", ATTENTION, "padding or zeros"),
     Fault("padding slot written", "kernels/ropeway_kernels/kv_write.py", "    if slot < 0:\n        return\n", "    slot = tl.maximum(slot, 0)\n", ELEMENTWISE + "test_kv_write.py", "padding"),

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from ropeway.attention.base import AttentionMetadata, AttentionSpec, Rotation
+from ropeway_kernels.attention_plan import AttentionPlan, plan_step
 from ropeway_kernels.kv_write import rope_kv_write
-from ropeway_kernels.paged_attention import AttentionPlan, paged_attention, plan_step
+from ropeway_kernels.paged_attention import paged_attention
 from ropeway_kernels.tuning import multiprocessors
 
 _PROGRAMS_PER_MULTIPROCESSOR = 2  # of the decode kernel; as many as its shared memory lets run side by side

@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ropeway_kernels import reference
-from ropeway_kernels.paged_attention import AttentionPlan, paged_attention, plan_step
+from ropeway_kernels.attention_plan import AttentionPlan, plan_step
+from ropeway_kernels.paged_attention import paged_attention
 from ropeway_kernels.tuning import ARCHS, AttentionConfig, attention_config
 
 FP8 = torch.float8_e4m3fn
