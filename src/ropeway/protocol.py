@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import Literal
 
 
 class FinishReason(IntEnum):
@@ -45,6 +46,10 @@ class SamplingParams:
     allowed_token_ids: tuple[int, ...] | None = None
     banned_token_ids: tuple[int, ...] = ()
     logprobs: int | None = None  # None: none; k: the sampled token's and the k best, of the raw distribution
+    prompt_logprobs: int | None = None  # the same for every prompt token after the first; the prefix cache is not read
+    grammar: str = ""  # llguidance's language; checked by the server. Where it is complete, the request ends with STOP
+    bad_words: tuple[tuple[int, ...], ...] = ()  # runs of two or more token ids that generated text never completes
+    pooling: Literal["", "mean", "last"] = ""  # not empty: no token is generated, the request ends with an embedding
 
     @property
     def needs_penalties(self) -> bool:
@@ -64,6 +69,7 @@ class AddRequest:
     tenant: str = ""  # the API key's name or the client's `user`
     deadline: float | None = None  # time.monotonic()
     cache_salt: str = ""  # requests share cached prefixes only within one salt
+    fork_of: int | None = None  # an earlier request with the same prompt and salt, whose prompt blocks are to be shared
 
 
 @dataclass(slots=True)
@@ -130,6 +136,8 @@ class StepOutputs:
     finished: dict[int, FinishReason] = field(default_factory=dict)
     stop_reasons: dict[int, int] = field(default_factory=dict)  # the client's stop token id that ended it
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # one entry per token
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # of the tokens computed in this step
+    embeddings: dict[int, list[float]] = field(default_factory=dict)  # with the finish of a pooling request
     cached_tokens: dict[int, int] = field(default_factory=dict)  # with a request's first row: prefix-cache tokens
     first_scheduled: dict[int, float] = field(default_factory=dict)  # time.monotonic(), once per request
     errors: dict[int, str] = field(default_factory=dict)

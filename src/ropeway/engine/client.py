@@ -25,6 +25,8 @@ class TokenDelta:
     num_cached_tokens: int | None = None  # on the first delta
     first_scheduled: float | None = None  # time.monotonic(), on the first delta
     error: str | None = None  # with FinishReason.ERROR
+    prompt_logprobs: list[TokenLogprobs] | None = None  # if asked for: those that a step computed, in order
+    embedding: list[float] | None = None  # with the finish of a pooling request
 
 
 class EngineState(Enum):
