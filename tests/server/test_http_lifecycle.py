@@ -434,3 +434,35 @@ def test_the_fake_follows_the_protocol() -> None:
 
     client: EngineClient = FakeEngineClient(says(), ready=House().client.ready)
     assert client.health.state is EngineState.ALIVE
+
+
+# Cancel by id
+
+
+@in_loop
+async def test_a_request_is_cancelled_by_its_caller_alone() -> None:
+    house = House(says(waits={3: asyncio.Event()}), api_key=["a", "b"])
+    mine, yours = {"authorization": "Bearer a"}, {"authorization": "Bearer b"}
+    async with house.http() as http:
+        whole = asyncio.create_task(http.post(CHAT, json={**BODY, "n": 2}, headers={**mine, "x-request-id": "whole"}))
+        stream = asyncio.create_task(http.post(CHAT, json={**BODY, "stream": True, "request_id": "s"}, headers=mine))
+        await until(lambda: len(house.client.live) == 3)
+        await until(lambda: house.metrics._itl._sum > 0)
+        for id in ("chatcmpl-whole", "whole"):
+            status = (await http.get(f"/v1/requests/{id}", headers=mine)).json()
+            assert (status["id"], status["status"], status["choices"]) == ("chatcmpl-whole", "generating", 2)
+            assert status["usage"]["completion_tokens"] == 6
+        for id, headers in (("whole", yours), ("nothing", mine)):
+            for method, path in (("GET", f"/v1/requests/{id}"), ("POST", f"/v1/requests/{id}/cancel")):
+                response = await http.request(method, path, headers=headers)
+                assert (response.status_code, response.json()["error"]["code"]) == (404, "request_not_found")
+        assert len(house.client.live) == 3
+        for id in ("whole", "s"):
+            assert (await http.post(f"/v1/requests/{id}/cancel", headers=mine)).json()["status"] == "cancelled"
+        choices = (await whole).json()["choices"]
+        assert [choice["finish_reason"] for choice in choices] == ["abort", "abort"]
+        assert choices[0]["message"]["content"]
+        *chunks, done = events((await stream).text)
+        assert (chunks[-1]["choices"][0]["finish_reason"], done) == ("abort", "[DONE]")
+        assert (await http.get("/v1/requests/s", headers=mine)).status_code == 404
+    await house.quiet()

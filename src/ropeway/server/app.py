@@ -1,6 +1,6 @@
-"""The HTTP application: routes, and the layer around them (request ids, keys, errors, the access log).
+"""The HTTP application: its assembly, and the layer around every route (request ids, keys, errors, the access log).
 
-Owns: create_app. Must not know: how requests are parsed or run. Called by: cli, which builds what is handed in, calls
+Owns: create_app. Must not know: which routes there are, how requests are parsed or run. Called by: cli, which builds what is handed in, calls
 ``app.state.service.mark_ready(ready)`` once the engine has started, and drives ``app.state.lifecycle`` on signals.
 """
 
@@ -11,13 +11,8 @@ import re
 import uuid
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal
 
 from fastapi import FastAPI
-from fastapi.openapi.utils import get_openapi
-from prometheus_client import CONTENT_TYPE_LATEST
-from pydantic import BaseModel
-from pydantic.json_schema import models_json_schema
 from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -32,13 +27,11 @@ from ropeway.metrics import Metrics
 from ropeway.protocol import EngineReady
 from ropeway.server.auth import Keys
 from ropeway.server.health import Lifecycle
-from ropeway.server.openai.chat import create_chat_completion
-from ropeway.server.openai.completions import create_completion
-from ropeway.server.openai.errors import error_response, internal_error, json_response
-from ropeway.server.openai.models import get_model, list_models, served_names
+from ropeway.server.openai.errors import error_response, internal_error
+from ropeway.server.openai.models import served_names
 from ropeway.server.openai.params import load_sampling_defaults
-from ropeway.server.openai.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from ropeway.server.openai.tokenize import detokenize, tokenize
+from ropeway.server.openapi import document
+from ropeway.server.routes import add_probes, add_routes
 from ropeway.server.service import RequestInfo, Service
 from ropeway.server.sse import ClientGone
 from ropeway.server.tokenizer import Tokenizer
@@ -47,13 +40,6 @@ logger = logging.getLogger(__name__)
 access_logger = logging.getLogger("ropeway.access")
 
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
-VALIDATION: Literal["validation"] = "validation"
-BODIES: dict[str, type[BaseModel]] = {
-    "/v1/chat/completions": ChatRequest,
-    "/v1/completions": CompletionRequest,
-    "/tokenize": TokenizeRequest,
-    "/detokenize": DetokenizeRequest,
-}
 
 
 def create_app(
@@ -92,8 +78,8 @@ def create_app(
     if ready is not None:
         service.mark_ready(ready)
     metrics.before_page(lambda: _refresh(service))
-    _add_routes(app, service)
-    _add_probes(app, service)
+    add_routes(app, service)
+    add_probes(app, service)
     _add_error_handlers(app, service)
     app.add_middleware(Gate, service=service, keys=Keys(config.server.api_key))
     if config.server.allowed_origins:  # outside the gate: a preflight carries no key
@@ -104,81 +90,8 @@ def create_app(
             allow_headers=["*"],
             expose_headers=["X-Request-Id"],
         )
-    app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
+    app.openapi = lambda: document(app)  # type: ignore[method-assign]
     return app
-
-
-def _add_routes(app: FastAPI, service: Service) -> None:
-    @app.post("/v1/chat/completions", summary="Chat completion", response_model=None)
-    async def chat_completions(request: Request) -> Response:
-        return await create_chat_completion(service, request)
-
-    @app.post("/v1/completions", summary="Text completion", response_model=None)
-    async def completions(request: Request) -> Response:
-        return await create_completion(service, request)
-
-    @app.get("/v1/models", summary="Models served")
-    async def models() -> dict[str, Any]:
-        return list_models(service)
-
-    @app.get("/v1/models/{model_id:path}", summary="One model")
-    async def model(model_id: str) -> dict[str, Any]:
-        return get_model(service, model_id)
-
-    @app.post("/tokenize", summary="Token ids of a text or of messages", response_model=None)
-    async def tokenize_route(request: Request) -> Response:
-        return json_response(await tokenize(service, request))
-
-    @app.post("/detokenize", summary="Text of token ids", response_model=None)
-    async def detokenize_route(request: Request) -> Response:
-        return json_response(await detokenize(service, request))
-
-    @app.post("/drain", summary="Take no new requests; running ones go on")
-    async def drain() -> dict[str, Any]:
-        service.lifecycle.begin_drain()
-        return {"status": service.lifecycle.phase.value, "requests_in_flight": service.lifecycle.in_flight}
-
-    @app.post("/undrain", summary="Take new requests again")
-    async def undrain() -> dict[str, Any]:
-        service.lifecycle.undrain()
-        return {"status": service.lifecycle.phase.value, "requests_in_flight": service.lifecycle.in_flight}
-
-    @app.post("/reset_prefix_cache", summary="Forget cached prefixes that no request is using")
-    async def reset_prefix_cache() -> dict[str, Any]:
-        service.admission.check()
-        await service.client.reset_prefix_cache()
-        return {"status": "ok"}
-
-
-def _add_probes(app: FastAPI, service: Service) -> None:
-    def answer(problem: str | None) -> Response:
-        if problem is None:
-            return json_response({"status": "ok"})
-        return json_response({"status": "unavailable", "reason": problem}, status=503)
-
-    @app.head("/live", include_in_schema=False)
-    @app.get("/live", summary="Should the process be restarted?", response_model=None)
-    async def live() -> Response:
-        return answer(service.lifecycle.live_problem(service.client.health))
-
-    @app.head("/ready", include_in_schema=False)
-    @app.head("/health", include_in_schema=False)
-    @app.get("/ready", summary="Should new requests be sent here?", response_model=None)
-    @app.get("/health", summary="The same as /ready", response_model=None)
-    async def ready() -> Response:
-        return answer(service.lifecycle.ready_problem(service.client.health))
-
-    @app.get("/version", summary="Version of the server")
-    async def get_version() -> dict[str, Any]:
-        return {"version": version("ropeway")}
-
-    @app.get("/load", summary="Client requests being served")
-    async def load() -> dict[str, Any]:
-        return {"server_load": service.lifecycle.in_flight}
-
-    @app.get("/metrics", summary="Prometheus metrics", response_model=None)
-    async def get_metrics() -> Response:
-        return Response(service.metrics.page(), media_type=CONTENT_TYPE_LATEST)
 
 
 def _refresh(service: Service) -> None:
@@ -272,20 +185,3 @@ def _log(info: RequestInfo, status: int, now: float) -> None:
         if first is not None:
             line += f" ttft={first - info.arrival_time:.3f}"
     access_logger.info(line)
-
-
-def _openapi(app: FastAPI) -> dict[str, Any]:
-    """FastAPI's document plus the bodies, which the endpoints read and validate themselves."""
-    if app.openapi_schema is None:
-        document = get_openapi(title=app.title, version=app.version, routes=app.routes)
-        refs, definitions = models_json_schema(
-            [(schema, VALIDATION) for schema in BODIES.values()], ref_template="#/components/schemas/{model}"
-        )
-        document.setdefault("components", {}).setdefault("schemas", {}).update(definitions["$defs"])
-        for path, schema in BODIES.items():
-            document["paths"][path]["post"]["requestBody"] = {
-                "required": True,
-                "content": {"application/json": {"schema": refs[(schema, VALIDATION)]}},
-            }
-        app.openapi_schema = document
-    return app.openapi_schema

@@ -11,6 +11,7 @@ import itertools
 import logging
 import re
 import time
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar, cast
@@ -97,6 +98,29 @@ class Call:
         }
 
 
+class LiveCalls:
+    """The calls that run now, found by the answer's id or by the request's; each by its own caller only."""
+
+    def __init__(self) -> None:
+        self._calls: dict[str, tuple[Call, RequestInfo]] = {}  # by the answer's id
+
+    def add(self, call: Call, info: RequestInfo) -> None:
+        self._calls[call.id] = call, info
+
+    def remove(self, call: Call) -> None:
+        if (entry := self._calls.get(call.id)) is not None and entry[0] is call:  # two calls may share a given id
+            del self._calls[call.id]
+
+    def find(self, id: str, key_name: str) -> Call:
+        """The newest of that id. Raises RequestError(404), also for a call of another key."""
+        entry = self._calls.get(id)
+        if entry is None:
+            entry = next((found for found in reversed(self._calls.values()) if found[1].request_id == id), None)
+        if entry is None or entry[1].key_name != key_name:
+            raise RequestError(f"No request '{id[:200]}' is running.", status=404, code="request_not_found")
+        return entry[0]
+
+
 class View(Protocol):
     """How one endpoint words the answer to one call."""
 
@@ -104,11 +128,32 @@ class View(Protocol):
         """Events for a delta; empty when it has nothing to say."""
         ...
 
-    def usage_chunk(self, usage: dict[str, Any]) -> bytes: ...
+    def closing(self, usage: dict[str, Any]) -> bytes:
+        """The last events of a stream in which every sequence has ended."""
+        ...
+
+    def failure(self, error: RequestError) -> bytes:
+        """The last event of a stream that fails after its status was sent."""
+        ...
 
     def response(self, results: list[tuple[Sequence, TextDelta]], usage: dict[str, Any]) -> dict[str, Any]:
         """The whole answer; each sequence comes with the sum of its deltas."""
         ...
+
+
+class ChunkView(View, ABC):
+    """What the two completions endpoints have in common."""
+
+    call: Call
+
+    @abstractmethod
+    def usage_chunk(self, usage: dict[str, Any]) -> bytes: ...
+
+    def closing(self, usage: dict[str, Any]) -> bytes:
+        return (self.usage_chunk(usage) if self.call.include_usage else b"") + DONE
+
+    def failure(self, error: RequestError) -> bytes:
+        return event(error_body(error))  # and no [DONE]
 
 
 class Service:
@@ -135,6 +180,7 @@ class Service:
         self.clock = clock
         self.created = int(time.time())
         self.admission = Admission(config.server, lifecycle, lambda: client.health)
+        self.calls = LiveCalls()
         self._sampling_defaults = sampling_defaults
         self._limits: ModelLimits | None = None
         self._request_ids = itertools.count(1)
@@ -249,22 +295,29 @@ class Service:
 
     async def respond(self, request: Request, call: Call, view: View) -> Response:
         """Admit and run. Raises RequestError, ClientGone; once a stream has begun, errors go into the stream."""
+        info = RequestInfo.of(request)
         num_prompt_tokens = sum(sequence.stream.num_prompt_tokens for sequence in call.sequences[:: call.n])
         permit = self.admission.admit(len(call.sequences), num_prompt_tokens)
+        self.calls.add(call, info)
+
+        def leave() -> None:
+            self.calls.remove(call)
+            permit.release()
+
         if call.stream:
             return EventStream(
                 lambda write: self._stream(call, view, write),
                 keepalive_interval=self.config.server.keepalive_interval,
-                on_close=permit.release,
+                on_close=leave,
                 headers={},
-                send=RequestInfo.of(request).send,
+                send=info.send,
             )
         try:
             results = await unless_gone(request.receive, self._collect(call))
         finally:
-            permit.release()
+            leave()
         if self.config.server.timing_headers:
-            RequestInfo.of(request).headers.update(_timing_headers(call))
+            info.headers.update(_timing_headers(call))
         return json_response(view.response(results, call.usage()))
 
     async def _stream(self, call: Call, view: View, write: Write) -> None:
@@ -273,13 +326,13 @@ class Service:
 
         try:
             await self._run(call, emit)
-        except RequestError as error:  # the status is sent: tell it in-band and close without [DONE]
-            await write(event(error_body(error)))
+        except RequestError as error:
+            await write(view.failure(error))
         except Exception:
             logger.exception("request %s failed", call.id)
-            await write(event(error_body(internal_error())))
+            await write(view.failure(internal_error()))
         else:
-            await write((view.usage_chunk(call.usage()) if call.include_usage else b"") + DONE)
+            await write(view.closing(call.usage()))
 
     async def _collect(self, call: Call) -> list[tuple[Sequence, TextDelta]]:
         deltas: list[list[TextDelta]] = [[] for _ in call.sequences]

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from ropeway.errors import RequestError
 from ropeway.server.openai.logprobs import chat_entries
 from ropeway.server.openai.schema import ChatMessage, ChatRequest, TemplateFields
-from ropeway.server.service import Call, Sequence, Service
+from ropeway.server.service import Call, ChunkView, Sequence, Service
 from ropeway.server.sse import TextFrame, event
 from ropeway.server.stream import TextDelta
 
@@ -113,11 +113,11 @@ def _text_of(part: dict[str, Any], index: int) -> str:
     return text
 
 
-class ChatView:
+class ChatView(ChunkView):
     def __init__(self, service: Service, call: Call, logprobs: bool) -> None:
         self._tokenizer = service.tokenizer
         self._role = service.config.server.response_role
-        self._call = call
+        self.call = call
         self._logprobs = logprobs
         self._fast = not (logprobs or call.return_token_ids or call.continuous_usage)
         self._frames: dict[int, TextFrame] = {}  # by choice; there once its role was sent
@@ -136,14 +136,14 @@ class ChatView:
 
     def _opening(self, sequence: Sequence) -> bytes:
         value = self._event(self._choice(sequence.index, {"role": self._role, "content": ""}))
-        if self._call.return_token_ids:
+        if self.call.return_token_ids:
             value["prompt_token_ids"] = sequence.request.prompt_token_ids
         return event(value)
 
     def _full_chunk(self, sequence: Sequence, delta: TextDelta) -> bytes:
         ended = delta.finish_reason is not None
         entries = chat_entries(self._tokenizer, delta) if self._logprobs else []
-        if not (delta.text or entries or ended or (self._call.return_token_ids and delta.token_ids)):
+        if not (delta.text or entries or ended or (self.call.return_token_ids and delta.token_ids)):
             return b""
         choice = self._choice(sequence.index, {"content": delta.text} if delta.text or entries else {})
         choice["finish_reason"] = delta.finish_reason
@@ -151,7 +151,7 @@ class ChatView:
             choice["logprobs"] = {"content": entries, "refusal": None}
         if ended:
             choice["stop_reason"] = delta.stop_reason
-        if self._call.return_token_ids:
+        if self.call.return_token_ids:
             choice["token_ids"] = delta.token_ids
         return event(self._event(choice))
 
@@ -160,7 +160,7 @@ class ChatView:
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
     def _event(self, choice: dict[str, Any] | None, usage: dict[str, Any] | None = None) -> dict[str, Any]:
-        call = self._call
+        call = self.call
         value: dict[str, Any] = {
             "id": call.id,
             "object": "chat.completion.chunk",
@@ -189,17 +189,17 @@ class ChatView:
             }
             if self._logprobs:
                 choice["logprobs"] = {"content": chat_entries(self._tokenizer, whole), "refusal": None}
-            if self._call.return_token_ids:
+            if self.call.return_token_ids:
                 choice["token_ids"] = whole.token_ids
             choices.append(choice)
         value: dict[str, Any] = {
-            "id": self._call.id,
+            "id": self.call.id,
             "object": "chat.completion",
-            "created": self._call.created,
-            "model": self._call.model,
+            "created": self.call.created,
+            "model": self.call.model,
             "choices": choices,
             "usage": usage,
         }
-        if self._call.return_token_ids:
+        if self.call.return_token_ids:
             value["prompt_token_ids"] = results[0][0].request.prompt_token_ids
         return value

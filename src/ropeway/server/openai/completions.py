@@ -14,7 +14,7 @@ from starlette.responses import Response
 from ropeway.errors import RequestError
 from ropeway.server.openai.logprobs import CompletionLogprobs
 from ropeway.server.openai.schema import CompletionRequest
-from ropeway.server.service import Call, Sequence, Service
+from ropeway.server.service import Call, ChunkView, Sequence, Service
 from ropeway.server.sse import TextFrame, event
 from ropeway.server.stream import TextDelta
 
@@ -83,11 +83,11 @@ def _bad_prompt(reason: str) -> RequestError:
     return RequestError(f"Invalid value for 'prompt': {reason}.", param="prompt", code="invalid_value")
 
 
-class CompletionView:
+class CompletionView(ChunkView):
     def __init__(self, service: Service, call: Call, echoes: list[str], logprobs: bool) -> None:
         """echoes: text to put before the choices of each prompt."""
         self._tokenizer = service.tokenizer
-        self._call = call
+        self.call = call
         self._echoes = echoes
         self._logprobs: dict[int, CompletionLogprobs] | None = {} if logprobs else None
         self._fast = not (logprobs or call.return_token_ids or call.continuous_usage)
@@ -105,7 +105,7 @@ class CompletionView:
         return self._full_chunk(sequence, delta)
 
     def _full_chunk(self, sequence: Sequence, delta: TextDelta, echo: str = "", first: bool = False) -> bytes:
-        shows_ids = self._call.return_token_ids
+        shows_ids = self.call.return_token_ids
         text = echo + delta.text
         if not (text or delta.logprobs or delta.finish_reason or (shows_ids and delta.token_ids)):
             return b""
@@ -117,7 +117,7 @@ class CompletionView:
         return event(self._event(choice))
 
     def _echo(self, sequence: Sequence) -> str:
-        return self._echoes[sequence.index // self._call.n]
+        return self._echoes[sequence.index // self.call.n]
 
     def _choice(self, index: int, text: str, delta: TextDelta) -> dict[str, Any]:
         choice: dict[str, Any] = {"index": index, "text": text, "logprobs": None, "finish_reason": delta.finish_reason}
@@ -128,7 +128,7 @@ class CompletionView:
         return choice
 
     def _event(self, choice: dict[str, Any] | None, usage: dict[str, Any] | None = None) -> dict[str, Any]:
-        call = self._call
+        call = self.call
         value: dict[str, Any] = {
             "id": call.id,
             "object": "text_completion",
@@ -149,7 +149,7 @@ class CompletionView:
         choices = []
         for sequence, whole in results:
             choice = self._choice(sequence.index, self._echo(sequence) + whole.text, whole)
-            if self._call.return_token_ids:
+            if self.call.return_token_ids:
                 choice["token_ids"] = whole.token_ids
                 choice["prompt_token_ids"] = sequence.request.prompt_token_ids
             choices.append(choice)
