@@ -10,7 +10,7 @@ from typing import Any
 from starlette.requests import Request
 
 from ropeway.errors import RequestError
-from ropeway.server.openai.chat import encode_chat
+from ropeway.server.openai.messages import encode_chat
 from ropeway.server.openai.schema import DetokenizeRequest, TokenizeRequest
 from ropeway.server.service import Service
 
