@@ -1,0 +1,132 @@
+"""Grammars as text: small rules, each for one way to constrain an answer, and the whole that is made of them.
+
+Owns: how a schema, a pattern, a list of texts or a grammar is written in llguidance's language (a dialect of Lark), and
+the bounds on their size. Must not know: HTTP, request fields, whether a grammar compiles (grammar_check finds out).
+Called by: server.openai (structured, tools), which names the field when a rule is refused.
+
+A rule is an expression that can stand wherever Lark takes one, so rules can be put together:
+``f'"<tool_call>" {json_rule(schema)} "</tool_call>"'``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+MAX_SOURCE_CHARS = 2**18  # of one rule's text and of a whole grammar
+MAX_NESTING = 64  # of a schema, in objects and lists
+MAX_CHOICES = 4096
+# Between the tokens of JSON, at most once at each place: room for an indented layout, and no way to go on for ever.
+JSON_WHITESPACE = r"[ \n\t]{1,16}"
+
+
+class GrammarError(ValueError):
+    """What was asked for cannot be a grammar. The text is for the client: it says what is wrong, not in which field."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningRule:
+    """A part of free text before the constrained one, as reasoning models write it."""
+
+    end: str  # what ends it, such as "</think>"
+    budget: int | None = None  # tokens of free text at most, after which ``end`` is forced; None: no bound
+    end_token: int | None = None  # the id of ``end`` where the tokenizer has it as one special token
+
+
+def json_rule(schema: Any) -> str:
+    """Any JSON value that the schema (an object or a boolean) describes. Raises GrammarError."""
+    if schema is True:
+        schema = {}
+    if not isinstance(schema, dict):
+        raise GrammarError("a JSON schema must be an object that describes at least one value")
+    check_nesting(schema)
+    _check_schema(schema)
+    text = json.dumps({**schema, "x-guidance": {"whitespace_pattern": JSON_WHITESPACE}}, ensure_ascii=False)
+    return f"%json {_bounded(text)}"
+
+
+def regex_rule(pattern: str) -> str:
+    """Text that the pattern matches as a whole, so that anchors at its ends are redundant. Raises GrammarError."""
+    body = pattern.removeprefix("^")
+    if body.endswith("$") and (len(body) - len(body[:-1].rstrip("\\")) - 1) % 2 == 0:
+        body = body[:-1]
+    if not body:
+        raise GrammarError("the regular expression matches nothing but the empty text")
+    pieces: list[str] = []
+    escaped = False
+    for letter in _bounded(body):
+        pieces.append({"/": "/" if escaped else "\\/", "\n": "n" if escaped else "\\n"}.get(letter, letter))
+        escaped = letter == "\\" and not escaped
+    return f"/{''.join(pieces)}/"
+
+
+def choice_rule(options: Sequence[str]) -> str:
+    """One of the texts. Raises GrammarError."""
+    if not options or "" in options:
+        raise GrammarError("a choice needs at least one text, and none may be empty")
+    if len(options) > MAX_CHOICES:
+        raise GrammarError(f"at most {MAX_CHOICES} texts to choose from")
+    return _bounded(f"({' | '.join(map(text_rule, dict.fromkeys(options)))})")
+
+
+def text_rule(text: str) -> str:
+    """Exactly this text, which is not empty."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def lark_rule(source: str) -> str:
+    """Text that a whole grammar describes: in Lark, or in GBNF (llama.cpp's EBNF, with ``::=``). Raises GrammarError."""
+    if not source.strip():
+        raise GrammarError("the grammar is empty")
+    if "::=" in source:
+        return _bounded(f"%gbnf {text_rule(source)}")  # translated where it is checked
+    return _bounded(f"%lark {{\n{source}\n}}")
+
+
+def grammar(body: str, *, reasoning: ReasoningRule | None = None) -> str:
+    """The source text of a grammar for answers that are ``body``, after a free part if ``reasoning`` is given."""
+    if reasoning is None:
+        return _bounded(f"start: {body}\n")
+    end = text_rule(reasoning.end) if reasoning.end_token is None else f"<[{reasoning.end_token}]>"
+    opening, thought = f"thought {end}", "thought"
+    if reasoning.budget is not None and reasoning.budget < 1:
+        opening, thought = end, ""
+    elif reasoning.budget is not None:
+        stop = "" if reasoning.end_token is not None else f", stop={end}"
+        thought = f"thought[max_tokens={reasoning.budget}{stop}]"
+    elif reasoning.end_token is None:
+        opening, thought = "thought", f"thought[suffix={end}]"
+    # Such models like to begin the answer with an empty line.
+    rules = [f"start: {opening} gap {body}", "gap: GAP?", r"GAP: /[ \n]{1,8}/"]
+    if thought:
+        rules.append(f"{thought}: /(?s:.*)/")
+    return _bounded("\n".join(rules) + "\n")
+
+
+def check_nesting(value: Any) -> None:
+    """Raises GrammarError for more than MAX_NESTING objects and lists inside each other; never recurses itself."""
+    level, depth = [value], 0
+    while level := [
+        inner
+        for outer in level
+        if isinstance(outer, dict | list)
+        for inner in (outer.values() if isinstance(outer, dict) else outer)
+        if isinstance(inner, dict | list)
+    ]:
+        depth += 1
+        if depth >= MAX_NESTING:
+            raise GrammarError(f"the schema is nested more than {MAX_NESTING} levels deep")
+
+
+def _check_schema(schema: dict[str, Any]) -> None:
+    """What llguidance would take without holding to it."""
+    if "x-guidance" in schema:
+        raise GrammarError("the keyword 'x-guidance' is not supported")
+
+
+def _bounded(text: str) -> str:
+    if len(text) > MAX_SOURCE_CHARS:
+        raise GrammarError(f"the grammar is longer than {MAX_SOURCE_CHARS} characters")
+    return text
