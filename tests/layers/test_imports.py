@@ -20,18 +20,30 @@ ALLOWED: dict[str, set[str]] = {  # room -> rooms that it may import, besides it
     "hashing": set(),
     "protocol": set(),
     "config": {"errors"},
+    "vocabulary": {"errors"},
+    "constraint": set(),
     "engine": BASE,
     "attention": BASE | {"ropeway_kernels"},
     "model": BASE | {"attention", "ropeway_kernels"},
-    "worker": BASE | {"model", "attention", "ropeway_kernels", "engine.step"},
+    "worker": BASE | {"model", "attention", "ropeway_kernels", "engine.step", "vocabulary", "constraint"},
     "hub": BASE,
     "metrics": BASE,
-    "server": BASE | {"engine.client", "metrics"},
+    "server": BASE | {"engine.client", "metrics", "vocabulary", "constraint"},
     "bench": BASE | {"hub", "engine.client", "engine.process_client", "server.tokenizer", "serve"},
 }
 COMPOSITION_ROOT = {"cli", "serve", "__main__"}  # may import everything
 STANDARD_LIBRARY_ONLY = {"ropeway", "errors", "hashing", "protocol", "config"}
-TORCH_FREE = {*STANDARD_LIBRARY_ONLY, *COMPOSITION_ROOT, "bench", "engine", "hub", "metrics", "server"}
+TORCH_FREE = {
+    *STANDARD_LIBRARY_ONLY,
+    *COMPOSITION_ROOT,
+    "bench",
+    "engine",
+    "hub",
+    "metrics",
+    "server",
+    "vocabulary",
+    "constraint",
+}
 HEAVY = {"torch", "transformers", "triton", "safetensors"}
 
 
