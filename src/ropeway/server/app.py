@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
+import socket
 import uuid
 from importlib.metadata import version
 from pathlib import Path
@@ -135,6 +136,7 @@ class Gate:
         self._app = app
         self._service = service
         self._keys = keys
+        self._host_name = re.sub(r"[^\x21-\x7e]", "?", socket.gethostname())
         self._logs = service.config.server.enable_log_requests
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -152,6 +154,7 @@ class Gate:
                 status = message["status"]
                 headers = MutableHeaders(scope=message)
                 headers["X-Request-Id"] = info.request_id
+                headers["X-Served-By"] = self._host_name
                 for name, value in info.headers.items():
                     headers[name] = value
             await send(message)

@@ -12,12 +12,19 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
+from ropeway.server.anthropic.messages import CountTokensRequest, MessagesRequest
+from ropeway.server.openai.responses import ResponsesRequest
 from ropeway.server.openai.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 
 VALIDATION: Literal["validation"] = "validation"
 BODIES: dict[str, type[BaseModel]] = {
     "/v1/chat/completions": ChatRequest,
     "/v1/completions": CompletionRequest,
+    "/v1/chat/completions/render": ChatRequest,
+    "/v1/completions/render": CompletionRequest,
+    "/v1/responses": ResponsesRequest,
+    "/v1/messages": MessagesRequest,
+    "/v1/messages/count_tokens": CountTokensRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
 }

@@ -33,6 +33,11 @@ def event(value: Any) -> bytes:
     return b"data: " + orjson.dumps(value) + b"\n\n"
 
 
+def named_event(name: str, value: Any) -> bytes:
+    """An event with a type of its own, as the Responses and Anthropic streams have them."""
+    return b"event: " + name.encode() + b"\n" + event(value)
+
+
 class TextFrame:
     """An event whose only variable part is one JSON string. Everything around it is rendered once.
 

@@ -51,9 +51,13 @@ class ChatCall:
         return usage
 
 
-async def prepare_chat(service: Service, request: Request, body: ChatRequest, *, prefix: str) -> ChatCall:
-    """Check everything and build the call. prefix: of the answer's id. Raises RequestError."""
-    service.admission.check(body.n)
+async def prepare_chat(
+    service: Service, request: Request, body: ChatRequest, *, prefix: str, generates: bool = True
+) -> ChatCall:
+    """Check everything and build the call. prefix: of the answer's id. generates: if the call is only to be looked at, a
+    server that is full still prepares it. Raises RequestError."""
+    if generates:
+        service.admission.check(body.n)
     _check(body)
     kwargs = {} if body.reasoning_effort is None else {"reasoning_effort": body.reasoning_effort}
     prompt = await encode_chat(service, body.messages, body, kwargs)

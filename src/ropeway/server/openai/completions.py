@@ -23,8 +23,19 @@ DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
 async def create_completion(service: Service, request: Request) -> Response:
     body = await service.read(request, CompletionRequest)
+    call = await prepare_completion(service, request, body)
+    return await service.respond(
+        request, call, CompletionView(service, call, _echoes(service, body), body.logprobs is not None)
+    )
+
+
+async def prepare_completion(
+    service: Service, request: Request, body: CompletionRequest, *, generates: bool = True
+) -> Call:
+    """Check everything and build the call. generates: as for prepare_chat. Raises RequestError."""
     prompts = split_prompts(body.prompt)
-    service.admission.check(len(prompts) * body.n)
+    if generates:
+        service.admission.check(len(prompts) * body.n)
     if body.echo and body.logprobs is not None:
         raise RequestError(
             "'echo' together with 'logprobs' (log-probabilities of the prompt) is not supported yet.",
@@ -42,7 +53,7 @@ async def create_completion(service: Service, request: Request) -> Response:
         await tokenizer.encode_async(prompt, body.add_special_tokens) if isinstance(prompt, str) else prompt
         for prompt in prompts
     ]
-    call = service.make_call(
+    return service.make_call(
         request,
         body,
         encoded,
@@ -51,13 +62,15 @@ async def create_completion(service: Service, request: Request) -> Response:
         max_tokens=DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens,
         logprobs=body.logprobs,
     )
-    echoes = [""] * len(prompts)
-    if body.echo:
-        echoes = [
-            prompt if isinstance(prompt, str) else tokenizer.decode(prompt, body.skip_special_tokens)
-            for prompt in prompts
-        ]
-    return await service.respond(request, call, CompletionView(service, call, echoes, body.logprobs is not None))
+
+
+def _echoes(service: Service, body: CompletionRequest) -> list[str]:
+    """What goes before the choices of each prompt."""
+    prompts = split_prompts(body.prompt)
+    if not body.echo:
+        return [""] * len(prompts)
+    decode = service.tokenizer.decode
+    return [prompt if isinstance(prompt, str) else decode(prompt, body.skip_special_tokens) for prompt in prompts]
 
 
 def split_prompts(prompt: Any) -> list[str] | list[list[int]]:

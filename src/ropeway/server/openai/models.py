@@ -1,10 +1,12 @@
-"""GET /v1/models and /v1/models/{id}.
+"""GET /v1/models and /v1/models/{id}, and what routers ask about the model and the server.
 
 Owns: the names the API answers to. Must not know: the engine. Called by: app, cli (the name for metrics).
 """
 
 from __future__ import annotations
 
+import dataclasses
+from importlib.metadata import version
 from typing import Any
 
 from ropeway.config import Config
@@ -42,3 +44,25 @@ def _card(service: Service, name: str) -> dict[str, Any]:
         "parent": None,
         "max_model_len": service.limits.max_model_len,
     }
+
+
+def describe_model(service: Service) -> dict[str, Any]:
+    """Raises RequestError(503) while the engine has not started."""
+    limits = service.limits
+    return {
+        "model_path": service.config.model.model or DEMO_NAME,
+        "served_model_names": list(service.names),
+        "max_model_len": limits.max_model_len,
+        "vocab_size": limits.vocab_size,
+        "eos_token_ids": list(limits.eos_token_ids),
+        "is_generation": True,
+        "has_chat_template": service.tokenizer.has_chat_template,
+        "preferred_sampling_params": dict(limits.defaults),
+    }
+
+
+def describe_server(service: Service) -> dict[str, Any]:
+    """Every setting but the keys, with the version and the state."""
+    settings = dataclasses.asdict(service.config)
+    settings["server"] |= {"api_key": len(service.config.server.api_key), "ssl_keyfile": None}
+    return {"version": version("ropeway"), "status": service.lifecycle.phase.value, **settings}
