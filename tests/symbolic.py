@@ -18,7 +18,7 @@ from ropeway.engine.policy import POLICIES
 from ropeway.engine.request import RequestStatus
 from ropeway.engine.scheduler import Scheduler
 from ropeway.engine.step import KVCapacity, ModelRunnerOutput, SchedulerOutput
-from ropeway.protocol import AddRequest, FinishReason, SamplingParams, StepOutputs
+from ropeway.protocol import AddRequest, FinishReason, PromptLogprobs, SamplingParams, StepOutputs
 
 VOCAB = 40  # small, so that stop tokens turn up
 
@@ -35,6 +35,8 @@ def oracle(request: AddRequest, max_model_len: int) -> tuple[list[int], FinishRe
     stops = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else sampling.eos_token_ids)}
     limit = min(len(tokens) + sampling.max_tokens, max_model_len)
     output: list[int] = []
+    if sampling.max_tokens == 0:
+        return output, FinishReason.STOP if sampling.pooling else FinishReason.LENGTH
     while True:
         token = next_token(tokens, sampling.seed)
         tokens.append(token)
@@ -45,12 +47,20 @@ def oracle(request: AddRequest, max_model_len: int) -> tuple[list[int], FinishRe
             return output, FinishReason.LENGTH
 
 
+def oracle_scores(prompt: list[int]) -> list[int]:
+    """The ranks of the prompt's tokens after the first, each a hash of the tokens before it."""
+    return [next_token(prompt[:end], 0) for end in range(1, len(prompt))]
+
+
 @dataclass
 class Row:
     epoch: int
     tokens: list[int]
     table: list[int]
-    seed: int
+    sampling: SamplingParams
+    num_prompt: int
+    num_scored: int
+    num_pooled: int = 0  # prompt tokens that this row computed itself
 
 
 class SymbolicRunner:
@@ -93,7 +103,14 @@ class SymbolicRunner:
             del self.rows[request_id]
         for new in plan.added:
             assert new.request_id not in self.rows
-            self.rows[new.request_id] = Row(new.epoch, list(new.token_ids), list(new.block_ids), new.sampling.seed)
+            self.rows[new.request_id] = Row(
+                new.epoch,
+                list(new.token_ids),
+                list(new.block_ids),
+                new.sampling,
+                new.num_prompt_tokens,
+                new.num_scored,
+            )
         for request_id, blocks in plan.new_blocks.items():
             self.rows[request_id].table += blocks
         written: set[int] = set()
@@ -113,22 +130,46 @@ class SymbolicRunner:
                 written.add(slot)
                 self.kv[slot] = (position, row.tokens[position])
         errors = self.fail_rows(plan)
-        sampled: list[list[int]] = []
+        output = ModelRunnerOutput(plan.step_id, [], errors=errors)
+        sampled = output.token_ids
         for index, request_id in enumerate(plan.request_ids):
             row = self.rows[request_id]
+            start = plan.start_positions[index]
+            end = start + plan.num_tokens[index]
+            self.read_prompt(index, row, start, end, output)
             if not plan.samples[index] or index in errors:
                 sampled.append([])
                 continue
-            end = plan.start_positions[index] + plan.num_tokens[index]
             assert end == len(row.tokens), "a row samples exactly when all its tokens are computed"
-            prefix = []
-            for position in range(end):
-                held_position, token = self.kv[row.table[position // size] * size + position % size]
-                assert held_position == position
-                prefix.append(token)
-            row.tokens.append(next_token(prefix, row.seed))
+            row.tokens.append(next_token(self.read(row, end), row.sampling.seed))
             sampled.append([row.tokens[-1]])
-        return ModelRunnerOutput(plan.step_id, sampled, errors=errors)
+        return output
+
+    def read(self, row: Row, end: int) -> list[int]:
+        """The first tokens of a row, out of its blocks."""
+        size = self.capacity.block_size
+        prefix = []
+        for position in range(end):
+            held_position, token = self.kv[row.table[position // size] * size + position % size]
+            assert held_position == position
+            prefix.append(token)
+        return prefix
+
+    def read_prompt(self, index: int, row: Row, start: int, end: int, output: ModelRunnerOutput) -> None:
+        """What the row wants of its prompt's tokens."""
+        end = min(end, row.num_prompt)
+        if row.sampling.prompt_logprobs is not None:
+            scores = PromptLogprobs(0)
+            for position in range(max(start, row.num_scored), min(end, row.num_prompt - 1)):
+                scores.logprobs.append(0.0)
+                scores.ranks.append(next_token(self.read(row, position + 1), 0))
+            if scores:
+                output.prompt_logprobs[index] = scores
+        row.num_pooled += max(0, end - start)
+        if row.sampling.pooling and start < end == row.num_prompt:
+            first = row.num_prompt - row.num_pooled  # of the tokens that this row has computed itself
+            pooled = self.read(row, end)[first:] if row.sampling.pooling == "mean" else self.read(row, end)
+            output.embeddings[index] = [float(token) for token in pooled]
 
 
 class Pending:
@@ -160,6 +201,8 @@ class Record:
     tokens: list[int] = field(default_factory=list)
     finish: FinishReason | None = None
     cached_tokens: int | None = None
+    scores: list[int] | None = None
+    embedding: list[float] | None = None
 
 
 class SymbolicEngine:
@@ -245,6 +288,11 @@ class SymbolicEngine:
             if record.cached_tokens is None and request_id in outputs.cached_tokens:
                 record.cached_tokens = outputs.cached_tokens[request_id]
                 assert outputs.first_scheduled[request_id] > 0
+        for request_id, scores in outputs.prompt_logprobs.items():
+            assert self.records[request_id].scores is None
+            self.records[request_id].scores = list(scores.ranks)
+        for request_id, embedding in outputs.embeddings.items():
+            self.records[request_id].embedding = embedding
         for request_id, reason in outputs.finished.items():
             assert request_id in outputs.request_ids
             self.records[request_id].finish = reason
@@ -307,3 +355,12 @@ class SymbolicEngine:
                 assert [*request.output_token_ids, *record.tokens] == expected
                 assert record.finish is reason
                 assert record.cached_tokens is not None or not record.tokens
+                self.check_prompt_results(request, record)
+
+    @staticmethod
+    def check_prompt_results(request: AddRequest, record: Record) -> None:
+        if request.sampling.prompt_logprobs is None:
+            assert record.scores is None
+        else:
+            assert record.scores == oracle_scores(request.prompt_token_ids)
+        assert record.embedding == (request.prompt_token_ids if request.sampling.pooling else None)

@@ -7,6 +7,8 @@ both processes load this file first.
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Literal
@@ -29,7 +31,7 @@ class SamplingParams:
     function of (seed, output position) alone; the server draws one when the client gave none.
     """
 
-    max_tokens: int  # generated tokens, at least 1; the server has already clipped it to the context length
+    max_tokens: int  # generated tokens, already clipped to the context length; 0: only the prompt is computed
     min_tokens: int = 0  # end and stop token ids are masked until so many tokens were generated
     temperature: float = 1.0  # 0 is greedy
     top_p: float = 1.0  # (0, 1]
@@ -49,7 +51,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None  # the same for every prompt token after the first; the prefix cache is not read
     grammar: str = ""  # llguidance's language; checked by the server. Where it is complete, the request ends with STOP
     bad_words: tuple[tuple[int, ...], ...] = ()  # runs of two or more token ids that generated text never completes
-    pooling: Literal["", "mean", "last"] = ""  # not empty: no token is generated, the request ends with an embedding
+    pooling: Literal["", "mean", "last"] = ""  # not empty: max_tokens is 0 and the request ends with an embedding
 
     @property
     def needs_penalties(self) -> bool:
@@ -100,6 +102,33 @@ class TokenLogprobs:
 
 
 @dataclass(slots=True)
+class PromptLogprobs:
+    """The same for a run of prompt tokens, in flat arrays: a long prompt has hundreds of thousands of numbers."""
+
+    num_top: int
+    logprobs: array[float] = field(default_factory=lambda: array("f"))  # [num_tokens]
+    ranks: array[int] = field(default_factory=lambda: array("i"))  # [num_tokens]
+    top_ids: array[int] = field(default_factory=lambda: array("i"))  # [num_tokens * num_top]
+    top_logprobs: array[float] = field(default_factory=lambda: array("f"))  # [num_tokens * num_top]
+
+    def extend(self, more: PromptLogprobs) -> None:
+        """Append the tokens that follow."""
+        self.num_top = more.num_top
+        self.logprobs.extend(more.logprobs)
+        self.ranks.extend(more.ranks)
+        self.top_ids.extend(more.top_ids)
+        self.top_logprobs.extend(more.top_logprobs)
+
+    def __len__(self) -> int:
+        return len(self.logprobs)
+
+    def __iter__(self) -> Iterator[TokenLogprobs]:
+        for index, (logprob, rank) in enumerate(zip(self.logprobs, self.ranks, strict=True)):
+            top = slice(index * self.num_top, (index + 1) * self.num_top)
+            yield TokenLogprobs(logprob, rank, self.top_ids[top].tolist(), self.top_logprobs[top].tolist())
+
+
+@dataclass(slots=True)
 class EngineStats:
     """State of the engine after a step. Counts named num_new_* are of this step alone, so an engine restart cannot
     make a counter go down: the API process adds them up."""
@@ -136,7 +165,7 @@ class StepOutputs:
     finished: dict[int, FinishReason] = field(default_factory=dict)
     stop_reasons: dict[int, int] = field(default_factory=dict)  # the client's stop token id that ended it
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # one entry per token
-    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # of the tokens computed in this step
+    prompt_logprobs: dict[int, PromptLogprobs] = field(default_factory=dict)  # with a request's first row: all of them
     embeddings: dict[int, list[float]] = field(default_factory=dict)  # with the finish of a pooling request
     cached_tokens: dict[int, int] = field(default_factory=dict)  # with a request's first row: prefix-cache tokens
     first_scheduled: dict[int, float] = field(default_factory=dict)  # time.monotonic(), once per request
@@ -155,6 +184,7 @@ class EngineReady:
     dtype: str
     device: str
     architecture: str
+    hidden_size: int = 0  # numbers of an embedding
     startup_seconds: dict[str, float] = field(default_factory=dict)  # by phase
 
     @property

@@ -39,8 +39,12 @@ def draw_prompt(pick: Pick, limit: int) -> list[int]:
 
 
 def draw_sampling(pick: Pick) -> SamplingParams:
+    kind = pick(0, 19)
+    if kind < 2:
+        return SamplingParams(max_tokens=0, pooling=("mean", "last")[kind])
     return SamplingParams(
-        max_tokens=pick(1, 40),
+        max_tokens=pick(0, 40) if kind == 2 else pick(1, 40),
+        prompt_logprobs=1 if kind < 5 else None,
         seed=pick(0, 2),
         eos_token_ids=(pick(0, VOCAB - 1),),
         stop_token_ids=(pick(0, VOCAB - 1),) if pick(0, 2) == 0 else (),

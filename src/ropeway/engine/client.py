@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
-from ropeway.protocol import AddRequest, EngineReady, FinishReason, StepOutputs, TokenLogprobs
+from ropeway.protocol import AddRequest, EngineReady, FinishReason, PromptLogprobs, StepOutputs, TokenLogprobs
 
 
 @dataclass(slots=True)
@@ -25,7 +25,9 @@ class TokenDelta:
     num_cached_tokens: int | None = None  # on the first delta
     first_scheduled: float | None = None  # time.monotonic(), on the first delta
     error: str | None = None  # with FinishReason.ERROR
-    prompt_logprobs: list[TokenLogprobs] | None = None  # if asked for: those that a step computed, in order
+    prompt_logprobs: PromptLogprobs | None = (
+        None  # on the first delta, if asked for: of every prompt token but the first
+    )
     embedding: list[float] | None = None  # with the finish of a pooling request
 
 

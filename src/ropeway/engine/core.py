@@ -99,6 +99,7 @@ def build_core(config: Config, executor: Executor, clock: Callable[[], float]) -
         dtype=capacity.dtype,
         device=capacity.device,
         architecture=capacity.architecture,
+        hidden_size=capacity.hidden_size,
         startup_seconds=capacity.startup_seconds,
     )
     return EngineCore(scheduler, executor, clock, overlap=overlap), ready

@@ -45,7 +45,7 @@ class KVCacheManager:
 
     def lookup(self, request: Request) -> PrefixHit:
         """The longest published prefix. Pure. Never covers the last known token: its logits must be computed."""
-        if not self.enable_prefix_caching:
+        if not self.enable_prefix_caching or request.needs_every_prompt_token:
             return NO_HIT
         limit = (len(request.token_ids) - 1) // self.block_size
         self._extend_hashes(request, limit)

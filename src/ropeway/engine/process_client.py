@@ -232,6 +232,8 @@ def _detailed(outputs: StepOutputs, request_id: int, token_ids: list[int]) -> To
         outputs.cached_tokens.get(request_id),
         outputs.first_scheduled.get(request_id),
         outputs.errors.get(request_id),
+        outputs.prompt_logprobs.get(request_id),
+        outputs.embeddings.get(request_id),
     )
 
 

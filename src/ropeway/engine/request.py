@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from enum import Enum
 
-from ropeway.protocol import AddRequest, SamplingParams
+from ropeway.protocol import AddRequest, PromptLogprobs, SamplingParams
 
 
 class RequestStatus(Enum):
@@ -21,7 +21,7 @@ class Request:
 
     ``token_ids`` are the known tokens. ``num_tokens`` counts those whose KV is to be computed: the known ones and, while
     a step that samples is in flight, the token that it will bring. It never reaches ``max_num_tokens``, because the
-    last token's KV is of no use to anyone.
+    last token's KV is of no use to anyone. A request that generates nothing ends when its prompt is computed.
     """
 
     __slots__ = (
@@ -36,8 +36,10 @@ class Request:
         "num_computed_tokens",
         "num_preemptions",
         "num_prompt_tokens",
+        "num_scored",
         "num_tokens",
         "priority",
+        "prompt_logprobs",
         "request_id",
         "sampling",
         "status",
@@ -53,6 +55,8 @@ class Request:
         self.num_prompt_tokens = len(message.prompt_token_ids)
         self.num_tokens = len(self.token_ids)
         self.max_num_tokens = min(self.num_prompt_tokens + sampling.max_tokens, max_model_len)
+        if sampling.max_tokens == 0:  # the bound that num_tokens never reaches
+            self.max_num_tokens = self.num_prompt_tokens + 1
         self.num_computed_tokens = 0
         self.sampling = sampling
         eos = () if sampling.ignore_eos else sampling.eos_token_ids
@@ -67,7 +71,25 @@ class Request:
         self.first_scheduled: float | None = None
         self.num_cached_tokens = 0  # found in the prefix cache when first scheduled
         self.num_preemptions = 0
+        # Log-probabilities of the prompt's tokens so far, until they are told with the first output row; and for how
+        # many tokens after the first they are known, told or not.
+        self.prompt_logprobs = None if sampling.prompt_logprobs is None else PromptLogprobs(sampling.prompt_logprobs)
+        self.num_scored = 0
         self.block_hashes: list[bytes] = []  # of the known full blocks; a memo that the KV manager fills
+
+    @property
+    def needs_every_prompt_token(self) -> bool:
+        """Something is still wanted of each token of the prompt, so KV that lies in the prefix cache is of no use."""
+        sampling = self.sampling
+        if sampling.pooling == "mean":
+            return True
+        return sampling.prompt_logprobs is not None and self.num_scored < self.num_prompt_tokens - 1
+
+    def add_prompt_logprobs(self, scores: PromptLogprobs) -> None:
+        """Of the tokens that follow those known so far."""
+        self.num_scored += len(scores)
+        if self.prompt_logprobs is not None:
+            self.prompt_logprobs.extend(scores)
 
     def __repr__(self) -> str:
         return (

@@ -21,11 +21,12 @@ from ropeway.protocol import AddRequest, FinishReason, StepOutputs
 class _InFlight:
     """What the scheduler remembers of a plan until its result comes."""
 
-    __slots__ = ("fills", "rows")
+    __slots__ = ("ends", "fills", "rows")
 
     def __init__(self) -> None:
         self.rows: list[Request] = []
         self.fills: list[tuple[Request, int, int]] = []  # (request, epoch, tokens computed) where a block may be full
+        self.ends: list[tuple[Request, int]] = []  # (request, epoch) that generate nothing and end with this step
 
 
 class Scheduler:
@@ -150,12 +151,13 @@ class Scheduler:
             counts.append(count)
             budget -= count
             request.num_computed_tokens = end
-            if end == num_tokens:
-                samples.append(True)
-                if end + 1 < request.max_num_tokens:  # the KV of a request's last token is never needed
-                    request.num_tokens = end + 1
-            else:
+            if end < num_tokens:
                 samples.append(False)
+            elif end + 1 < request.max_num_tokens:
+                request.num_tokens = end + 1
+                samples.append(True)
+            else:
+                samples.append(self._last_of(request, step))
         return budget, preempted
 
     def _schedule_waiting(self, plan: SchedulerOutput, step: _InFlight, budget: int) -> int:
@@ -184,19 +186,33 @@ class Scheduler:
                     num_computed_tokens=start,
                     block_ids=list(self.kv.tables[request.request_id]),
                     sampling=request.sampling,
+                    num_scored=request.num_scored,
                 )
             )
             step.rows.append(request)
             step.fills.append((request, request.epoch, end))
             plan.start_positions.append(start)
             plan.num_tokens.append(count)
-            plan.samples.append(end == request.num_tokens)
             budget -= count
             request.num_computed_tokens = end
-            if end == request.num_tokens and end + 1 < request.max_num_tokens:
+            if end < request.num_tokens:
+                plan.samples.append(False)
+            elif end + 1 < request.max_num_tokens:
                 request.num_tokens = end + 1
+                plan.samples.append(True)
+            else:
+                plan.samples.append(self._last_of(request, step))
             self._outputs.stats.num_new_prefill_tokens += count
         return budget
+
+    @staticmethod
+    def _last_of(request: Request, step: _InFlight) -> bool:
+        """Whether the last row of ``step``, after which nothing of the request is left to compute, samples. (The KV of
+        the last generated token is never needed.)"""
+        if request.sampling.max_tokens > 0:
+            return True
+        step.ends.append((request, request.epoch))
+        return False
 
     def update(self, plan: SchedulerOutput, result: ModelRunnerOutput) -> StepOutputs:
         """Take in one step's result: append tokens, publish full blocks, finish what is finished."""
@@ -211,6 +227,15 @@ class Scheduler:
         for request, epoch, end in step.fills:
             if request.epoch == epoch:
                 self.kv.commit(request, end)
+        for index, scores in result.prompt_logprobs.items():
+            if rows[index].epoch == plan.epochs[index]:
+                rows[index].add_prompt_logprobs(scores)
+        for index, embedding in result.embeddings.items():
+            if rows[index].epoch == plan.epochs[index]:
+                outputs.embeddings[rows[index].request_id] = embedding
+        for request, epoch in step.ends:
+            if request.epoch == epoch:
+                self._end_without_token(request, FinishReason.STOP if request.sampling.pooling else FinishReason.LENGTH)
         request_ids, token_ids = outputs.request_ids, outputs.token_ids
         num_before = len(token_ids)
         for request, epoch, tokens in zip(rows, plan.epochs, result.token_ids, strict=True):
@@ -297,7 +322,7 @@ class Scheduler:
         """Why this request could never run; empty if it can."""
         if request.num_prompt_tokens == 0:
             return "the prompt is empty"
-        if request.num_prompt_tokens >= self._max_model_len:
+        if request.num_prompt_tokens + min(1, request.sampling.max_tokens) > self._max_model_len:
             return f"a prompt of {request.num_prompt_tokens} tokens leaves no room within {self._max_model_len}"
         if self.kv.blocks_for(request.max_num_tokens - 1) > self.kv.pool.num_usable:
             return f"{request.max_num_tokens} tokens do not fit into {self.kv.pool.num_usable} KV blocks"
@@ -312,6 +337,9 @@ class Scheduler:
                 if request is not None and request.first_scheduled is not None:
                     outputs.first_scheduled[request_id] = request.first_scheduled
                     outputs.cached_tokens[request_id] = request.num_cached_tokens
+                    if request.prompt_logprobs is not None:
+                        outputs.prompt_logprobs[request_id] = request.prompt_logprobs
+                        request.prompt_logprobs = None
         stats = outputs.stats
         pool = self.kv.pool
         stats.num_running = len(self.running)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from ropeway.protocol import SamplingParams, TokenLogprobs
+from ropeway.protocol import PromptLogprobs, SamplingParams, TokenLogprobs
 
 
 @dataclass(slots=True)
@@ -23,6 +23,7 @@ class NewRow:
     num_computed_tokens: int  # KV of these is already in block_ids (prefix hit)
     block_ids: list[int]  # the whole table, including blocks for this step's tokens
     sampling: SamplingParams
+    num_scored: int = 0  # prompt tokens after the first whose log-probabilities are known from an earlier life
 
 
 @dataclass(slots=True)
@@ -31,7 +32,7 @@ class SchedulerOutput:
     are never sorted by anyone downstream. Read-only once made.
 
     Row i computes the tokens at positions ``start_positions[i] .. start_positions[i] + num_tokens[i] - 1``. It samples
-    if and only if ``samples[i]``: then the token after the last computed one is not known yet. A row that decodes reads
+    if and only if ``samples[i]``: then the token after the last computed one is not known yet, and wanted. A row that decodes reads
     its input token from the runner's own row state, because with overlap the engine may not have seen it yet.
     """
 
@@ -54,6 +55,9 @@ class ModelRunnerOutput:
     step_id: int
     token_ids: list[list[int]]  # [rows][sampled tokens]: one, or none for a row that does not sample
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # row index -> one per token
+    # Row index -> of the prompt tokens that follow those computed in this step; where the row asks for them.
+    prompt_logprobs: dict[int, PromptLogprobs] = field(default_factory=dict)
+    embeddings: dict[int, list[float]] = field(default_factory=dict)  # row index -> with the prompt's last token
     errors: dict[int, str] = field(
         default_factory=dict
     )  # row index -> why this row alone failed; its token_ids are empty
@@ -71,6 +75,7 @@ class KVCapacity:
     dtype: str
     device: str
     architecture: str
+    hidden_size: int = 0  # numbers of an embedding
     step_tokens: int = 2048  # in one step, beyond which the device gains nothing and requests only wait for each other
     overlap: bool = False  # the device can run step N while step N + 1 is planned
     startup_seconds: dict[str, float] = field(default_factory=dict)

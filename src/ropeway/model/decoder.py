@@ -259,6 +259,18 @@ class Decoder(nn.Module):
         logits_indices ``[num_sampled]``: the tokens whose next token is wanted.
         Returns logits ``[num_sampled, vocab_size]`` float32.
         """
+        return self.logits(self.hidden(input_ids, positions, kv_layers, backend, meta, logits_indices))
+
+    def hidden(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        kv_layers: list[Tensor],
+        backend: AttentionBackend,
+        meta: AttentionMetadata,
+        indices: Tensor,
+    ) -> Tensor:
+        """The same step as far as the last norm: ``[len(indices), hidden_size]``, of the tokens ``indices``."""
         x = self.embedding(input_ids)
         if self.embedding_scale is not None:
             x = x * self.embedding_scale
@@ -269,8 +281,12 @@ class Decoder(nn.Module):
             x, residual = stack.run(x, angles, meta.slot_mapping, meta.query_start_loc, meta.seq_lens, meta.block_table)
         else:
             x, residual = self._run_layers(x, angles, kv_layers, backend, meta)
-        x, _ = self.norm.add(x[logits_indices], residual[logits_indices])
-        logits: Tensor = self.head(x)
+        x, _ = self.norm.add(x[indices], residual[indices])
+        return x
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """``[n, hidden_size]`` of `hidden` to ``[n, vocab_size]`` float32."""
+        logits: Tensor = self.head(hidden)
         if (cap := self.config.logits_soft_cap) is not None:
             logits = cap * torch.tanh(logits / cap)
         return logits

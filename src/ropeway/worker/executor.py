@@ -153,6 +153,7 @@ class LocalExecutor:
             dtype=str(dtype).removeprefix("torch."),
             device=device.name,
             architecture=model_config.architecture,
+            hidden_size=model_config.hidden_size,
             step_tokens=step_tokens,
             overlap=overlap,
             startup_seconds=seconds,

@@ -24,12 +24,13 @@ from ropeway.engine.step import ModelRunnerOutput, SchedulerOutput
 from ropeway.worker.batch import RequestRows
 from ropeway.worker.device import Device, Results
 from ropeway.worker.graphs import DecodeGraphs
+from ropeway.worker.prompts import PromptRows, PromptStep
 from ropeway.worker.sampler import Drawn, Logprobs, Sampled, SamplingInputs, draw, report
 from ropeway_kernels.cpu import allocate
 
 
 class Model(Protocol):
-    """What the runner asks of a decoder; see ropeway.model.decoder.Decoder.forward."""
+    """What the runner asks of a decoder; see ropeway.model.decoder.Decoder. Calling it is ``logits(hidden(...))``."""
 
     def __call__(
         self,
@@ -40,6 +41,18 @@ class Model(Protocol):
         meta: AttentionMetadata,
         logits_indices: Tensor,
     ) -> Tensor: ...
+
+    def hidden(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        kv_layers: list[Tensor],
+        backend: AttentionBackend,
+        meta: AttentionMetadata,
+        indices: Tensor,
+    ) -> Tensor: ...
+
+    def logits(self, hidden: Tensor) -> Tensor: ...
 
 
 def allocate_kv_cache(
@@ -81,6 +94,7 @@ class ModelRunner:
         self._device = device
         self._kv_layers = [kv_cache[:, layer] for layer in range(kv_cache.shape[1])]
         self.rows = RequestRows(max_num_seqs, max_model_len, block_size, vocab_size, device)
+        self.prompts = PromptRows(device)
         self._finished = 0.0  # when the last result was there, by time.perf_counter
         self._decode: DecodeGraphs | None = None
         if getattr(backend, "captures_decode", False):
@@ -98,6 +112,7 @@ class ModelRunner:
         step = PendingStep(self, plan)
         try:
             self.rows.apply(plan)
+            self.prompts.apply(plan)
             if plan.request_ids:
                 self._launch(plan, step)
         finally:
@@ -106,11 +121,21 @@ class ModelRunner:
 
     def _launch(self, plan: SchedulerOutput, step: PendingStep) -> None:
         padded = 0
-        if self._decode is not None and max(plan.num_tokens) == 1:
+        prompts = step.prompts = self.prompts.gather(plan)
+        if self._decode is not None and max(plan.num_tokens) == 1 and prompts is None:
             padded = self._decode.padded_size(len(plan.request_ids))
         batch = self.rows.gather(plan, padded)
         batch.meta = self._backend.prepare(batch.meta)
-        if padded and self._decode is not None:
+        prompt_tensors: list[Tensor] = []
+        if prompts is not None:
+            num_sampled = len(batch.sampled)
+            indices = torch.cat([batch.logits_indices, prompts.indices])
+            hidden = self._model.hidden(
+                batch.input_ids, batch.positions, self._kv_layers, self._backend, batch.meta, indices
+            )
+            logits = self._model.logits(hidden[:num_sampled])
+            prompt_tensors = prompts.run(hidden[num_sampled:], self._model.logits)
+        elif padded and self._decode is not None:
             logits = self._decode.run(batch)
             if len(batch.sampled) == len(plan.request_ids):
                 logits = logits[: len(batch.sampled)]
@@ -126,7 +151,8 @@ class ModelRunner:
             if (found := drawn.logprobs) is not None:
                 tensors += [found.chosen, found.ranks, found.top_ids, found.top]
             step.sampled, step.sampling = batch.sampled, batch.sampling
-        step.results = self._device.download(tensors)
+        step.num_drawn = len(tensors)
+        step.results = self._device.download(tensors + prompt_tensors)
 
     def _forward(self, input_ids: Tensor, positions: Tensor, meta: AttentionMetadata, logits_indices: Tensor) -> Tensor:
         return self._model(input_ids, positions, self._kv_layers, self._backend, meta, logits_indices)
@@ -139,7 +165,9 @@ class PendingStep:
         self._began = time.perf_counter()
         self._runner = runner
         self._plan = plan
-        self.results: Results | None = None  # the tensors of a Drawn; none without rows
+        self.results: Results | None = None  # the tensors of a Drawn, then those of ``prompts``; none without rows
+        self.num_drawn = 0  # of those tensors
+        self.prompts: PromptStep | None = None
         self.sampled: list[int] = []  # the plan's index of each row that samples
         self.sampling: SamplingInputs | None = None
 
@@ -149,8 +177,11 @@ class PendingStep:
         if self.results is not None:
             tensors = self.results.result()
             if self.sampling is not None:
-                drawn = Drawn(tensors[0], tensors[1], Logprobs(*tensors[2:]) if len(tensors) > 2 else None)
+                token_ids, best, *logprobs = tensors[: self.num_drawn]
+                drawn = Drawn(token_ids, best, Logprobs(*logprobs) if logprobs else None)
                 self._fill(output, report(drawn, self.sampling))
+            if self.prompts is not None:
+                self.prompts.report(tensors[self.num_drawn :], output)
         now = time.perf_counter()
         # The device began with it when it had finished the step before, if not later.
         output.execute_seconds = now - max(self._began, self._runner._finished)

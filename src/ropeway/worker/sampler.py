@@ -70,7 +70,7 @@ class Drawn:
 
 @dataclass(slots=True)
 class Logprobs:
-    """Of the raw distributions of the n rows in SamplingInputs.logprobs; k is the most that one of them wants."""
+    """Of the raw distributions of n rows; k is the most that one of them wants."""
 
     chosen: Tensor  # [n] float32
     ranks: Tensor  # [n] int64; 1 for the best
@@ -126,10 +126,17 @@ def draw(
         best, token_ids = _draw_plainly(logits, inputs)
     drawn = Drawn(token_ids, best)
     if raw is not None:
-        most = min(max(count for _, count in inputs.logprobs), raw.shape[1])
-        kernel = gpu.logprobs if gpu is not None and most <= _KERNEL_LOGPROBS else _logprobs
-        drawn.logprobs = Logprobs(*kernel(raw, token_ids.index_select(0, wanted), most))
+        most = max(count for _, count in inputs.logprobs)
+        drawn.logprobs = raw_logprobs(raw, token_ids.index_select(0, wanted), most, triton=gpu is not None)
     return drawn
+
+
+def raw_logprobs(logits: Tensor, token_ids: Tensor, most: int, *, triton: bool | None = None) -> Logprobs:
+    """Of ``token_ids`` ``[n]`` and the ``most`` best tokens in ``logits`` ``[n, vocab]`` float32. triton: see draw()."""
+    gpu = _gpu_kernels() if (logits.is_cuda if triton is None else triton) else None
+    most = min(most, logits.shape[1])
+    kernel = gpu.logprobs if gpu is not None and most <= _KERNEL_LOGPROBS else _logprobs
+    return Logprobs(*kernel(logits, token_ids, most))
 
 
 def report(drawn: Drawn, inputs: SamplingInputs) -> Sampled:
@@ -425,6 +432,7 @@ __all__ = [
     "draw",
     "exponential_noise",
     "noise_keys",
+    "raw_logprobs",
     "report",
     "sample",
 ]
