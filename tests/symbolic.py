@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from typing import Any
 
 from ropeway.engine.core import EngineCore
 from ropeway.engine.kv_cache import KVCacheManager
@@ -194,6 +195,7 @@ class Setup:
     prefix_caching: bool = True
     overlap: bool = False
     lazy: bool = False
+    policy: str = "fcfs"
 
 
 @dataclass
@@ -218,7 +220,7 @@ class SymbolicEngine:
         self.now = 0.0
         self.scheduler = Scheduler(
             self.kv,
-            POLICIES["fcfs"](),
+            POLICIES[setup.policy](),
             self.clock,
             max_num_seqs=setup.max_num_seqs,
             max_num_batched_tokens=setup.max_num_batched_tokens,
@@ -243,11 +245,17 @@ class SymbolicEngine:
         return self.runner.capacity.max_model_len
 
     def add(
-        self, prompt: list[int], sampling: SamplingParams, cache_salt: str = "", output: list[int] | None = None
+        self,
+        prompt: list[int],
+        sampling: SamplingParams,
+        cache_salt: str = "",
+        output: list[int] | None = None,
+        **more: Any,
     ) -> int:
+        """more: further fields of AddRequest."""
         request_id = len(self.sent)
         request = AddRequest(
-            request_id, prompt, sampling, self.now, output_token_ids=output or [], cache_salt=cache_salt
+            request_id, prompt, sampling, self.now, output_token_ids=output or [], cache_salt=cache_salt, **more
         )
         self.sent[request_id] = request
         self.records[request_id] = Record()
@@ -348,7 +356,13 @@ class SymbolicEngine:
         for request_id, request in self.sent.items():
             record = self.records[request_id]
             expected, reason = oracle(request, self.max_model_len)
-            if record.finish is FinishReason.ABORT:
+            if record.finish in (FinishReason.DEADLINE, FinishReason.QUEUE_TIMEOUT):
+                limit = request.deadline if record.finish is FinishReason.DEADLINE else request.queue_deadline
+                assert limit is not None
+                assert limit <= self.now
+                assert record.tokens == expected[: len(record.tokens)]
+                assert record.finish is FinishReason.DEADLINE or record.cached_tokens is None
+            elif record.finish is FinishReason.ABORT:
                 assert request_id in self.aborted
                 assert record.tokens == expected[: len(record.tokens)]
             else:

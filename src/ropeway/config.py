@@ -74,7 +74,9 @@ class SchedulerConfig:
         0, "Longest chunk of one prompt in a step; 0 is only bound by the budget."
     )
     enable_chunked_prefill: bool = setting(True, "Split long prompts over steps. Always on; turning it off is refused.")
-    scheduling_policy: Literal["fcfs"] = setting("fcfs", "Who is next: first come, first served.")
+    scheduling_policy: Literal["fcfs", "priority"] = setting(
+        "fcfs", "Who is next: first come, first served; or the request's `priority`, lower first, with aging."
+    )
     overlap: Literal["auto", "on", "off"] = setting("auto", "Plan the next step while this one runs.")
 
 

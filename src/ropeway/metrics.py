@@ -165,6 +165,10 @@ class Metrics:
         )
         for status, cause in OVERLOAD:
             self._refusals.labels(status, cause)
+        missed = Counter(
+            "ropeway_deadline_misses", "Requests that ran out of their time, by limit.", ("limit",), registry=registry
+        )
+        self._missed = {limit: missed.labels(limit) for limit in ("queue_timeout", "deadline")}
         self.in_flight = Gauge("ropeway_requests_in_flight", "Client requests being served.", registry=registry)
         self.draining = Gauge("ropeway_draining", "1 while no new work is wanted.", registry=registry)
         self._restarts = Counter("ropeway_engine_restarts", "Restarts of the engine process.", registry=registry)
@@ -268,8 +272,8 @@ class Metrics:
         self._itl.observe(seconds / num_tokens, num_tokens)
 
     def request_finished(self, times: SequenceTimes, arrival: float, reason: str) -> None:
-        """A sequence ended: "stop", "length", "abort" or "error"."""
-        self._finished[reason].inc()
+        """A sequence ended, for one of the reasons of server.stream.FINISH_WORDS."""
+        self._finished.get(reason, self._finished["abort"]).inc()
         self._e2e.observe(self._clock() - arrival)
         if self._prompt_lengths is not None and self._generation_lengths is not None:
             self._prompt_lengths.observe(times.num_prompt_tokens)
@@ -291,6 +295,10 @@ class Metrics:
     def refused(self, status: int, cause: str) -> None:
         """cause: an error code of ours, never the client's words."""
         self._refusals.labels(str(status), cause).inc()
+
+    def missed(self, limit: str) -> None:
+        """A request ran out of its time: "queue_timeout" or "deadline"."""
+        self._missed[limit].inc()
 
     def set_restarts(self, total: int) -> None:
         self._restarts.inc(max(0, total - self._known_restarts))

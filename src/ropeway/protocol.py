@@ -21,6 +21,8 @@ class FinishReason(IntEnum):
     LENGTH = 1  # max_tokens or the model's context was reached
     ABORT = 2  # the client went away, or the server is shutting down
     ERROR = 3  # this request alone failed (for example its logits were NaN); see StepOutputs.errors
+    QUEUE_TIMEOUT = 4  # it had not begun to run by its queue_deadline
+    DEADLINE = 5  # it had not ended by its deadline; tokens told before stand
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +71,8 @@ class AddRequest:
     output_token_ids: list[int] = field(default_factory=list)  # already generated before an engine restart
     priority: int = 0  # lower runs first
     tenant: str = ""  # the API key's name or the client's `user`
-    deadline: float | None = None  # time.monotonic()
+    deadline: float | None = None  # time.monotonic(), like the next; when the request ends at the latest
+    queue_deadline: float | None = None  # when it has begun to run, or ends
     cache_salt: str = ""  # requests share cached prefixes only within one salt
     fork_of: int | None = None  # an earlier request with the same prompt and salt, whose prompt blocks are to be shared
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from ropeway.engine.policy import PriorityWithAging
 from ropeway.engine.step import SchedulerOutput
 from ropeway.protocol import AbortRequests, FinishReason, SamplingParams
 from symbolic import Setup, SymbolicEngine, oracle
@@ -278,3 +279,88 @@ def test_statistics_add_up() -> None:
                 totals["queries"] += outputs.stats.num_new_prefix_queries
                 totals["hits"] += outputs.stats.num_new_prefix_hits
     assert totals == {"prefill": 21 + 1 + 5, "decode": 18, "queries": 47, "hits": 20}
+
+
+# Priorities
+
+
+def priority_engine(max_num_seqs: int, num_blocks: int = 64) -> SymbolicEngine:
+    return SymbolicEngine(Setup(policy="priority", max_num_seqs=max_num_seqs, num_blocks=num_blocks))
+
+
+def test_the_lowest_priority_number_is_next_and_equals_keep_their_order() -> None:
+    engine = priority_engine(1)
+    plans = plans_of(engine)
+    for priority in (0, 5, 5, -1):
+        engine.add([1, 2], greedy(2), priority=priority)
+    engine.run()
+    engine.check_end()
+    order = [plan.request_ids[0] for plan in plans if plan.added]
+    assert order == [3, 0, 1, 2]
+
+
+def test_waiting_is_worth_a_level_after_a_while() -> None:
+    engine = priority_engine(1)
+    plans = plans_of(engine)
+    engine.add([1, 2], greedy(2), priority=1)
+    engine.now += PriorityWithAging.AGING_SECONDS * 0.9
+    engine.add([1, 2], greedy(2), priority=0)  # younger, but not by a level
+    engine.now += PriorityWithAging.AGING_SECONDS * 0.2
+    engine.add([1, 2], greedy(2), priority=0)  # younger by more than that
+    engine.run()
+    assert [plan.request_ids[0] for plan in plans if plan.added] == [1, 0, 2]
+
+
+def test_the_least_urgent_gives_way_though_it_came_first() -> None:
+    engine = SymbolicEngine(
+        Setup(policy="priority", num_blocks=7, block_size=4, max_num_seqs=2, max_num_batched_tokens=32)
+    )
+    engine.add(list(range(7)), greedy(12), priority=3)
+    engine.step()
+    engine.add(list(range(10, 17)), greedy(12), priority=0)
+    engine.step()
+    assert [r.request_id for r in engine.scheduler.running] == [1, 0]
+    while engine.num_preemptions == 0:
+        engine.step()
+    assert [r.request_id for r in engine.scheduler.running] == [1]
+    engine.run()
+    engine.check_end()
+
+
+# Limits of time
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_deadline_ends_a_running_request_and_keeps_its_tokens(overlap: bool) -> None:
+    engine = SymbolicEngine(Setup(overlap=overlap))
+    late = engine.add([1, 2, 3], greedy(40), deadline=0.05)
+    other = engine.add([4, 5], greedy(40), deadline=1e9, queue_deadline=0.03)  # it begins to run in time
+    engine.step()
+    engine.step()
+    engine.now = 0.06
+    engine.run()
+    engine.check_end()
+    assert engine.records[late].finish is FinishReason.DEADLINE
+    assert 1 <= len(engine.records[late].tokens) < 5
+    assert engine.records[other].finish is not FinishReason.QUEUE_TIMEOUT
+
+
+def test_a_queue_deadline_ends_only_who_never_ran() -> None:
+    engine = SymbolicEngine(Setup(max_num_seqs=1))
+    engine.add([1, 2, 3], greedy(30))
+    waiting = engine.add([4, 5], greedy(3), queue_deadline=0.02)
+    patient = engine.add([6, 7], greedy(3), queue_deadline=50.0)
+    engine.step()
+    engine.now = 0.03
+    engine.run()
+    engine.check_end()
+    assert engine.records[waiting].finish is FinishReason.QUEUE_TIMEOUT
+    assert engine.records[patient].finish is not FinishReason.QUEUE_TIMEOUT
+
+
+def test_timers_of_requests_that_are_gone_do_not_pile_up() -> None:
+    engine = SymbolicEngine(Setup())
+    for _ in range(500):
+        engine.add([1], greedy(1), deadline=1e9, queue_deadline=1e9)
+        engine.run()
+    assert len(engine.scheduler._timers) <= 2 * 2 + 64

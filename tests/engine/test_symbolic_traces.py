@@ -27,6 +27,7 @@ def draw_setup(pick: Pick) -> Setup:
         prefix_caching=pick(0, 3) > 0,
         overlap=pick(0, 1) == 1,
         lazy=pick(0, 1) == 1,
+        policy=("fcfs", "priority")[pick(0, 1)],
     )
 
 
@@ -59,7 +60,15 @@ def run_trace(pick: Pick) -> SymbolicEngine:
         if action < 5:
             if engine.max_model_len >= 2:
                 prompt = draw_prompt(pick, engine.max_model_len - 1)
-                engine.add(prompt, draw_sampling(pick), cache_salt=("", "a")[pick(0, 4) == 4])
+                engine.add(
+                    prompt,
+                    draw_sampling(pick),
+                    cache_salt=("", "a")[pick(0, 4) == 4],
+                    priority=pick(-1, 1),
+                    # The clock moves by a few milliseconds per step.
+                    deadline=engine.now + 0.01 * pick(0, 10) if pick(0, 9) == 0 else None,
+                    queue_deadline=engine.now + 0.01 * pick(0, 5) if pick(0, 9) == 0 else None,
+                )
         elif action < 8:
             for _ in range(pick(1, 12)):
                 engine.step()

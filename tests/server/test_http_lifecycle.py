@@ -7,13 +7,13 @@ import logging
 from typing import Any
 
 import pytest
-from http_harness import EOS, HI, TEXT, House, events, ids, in_loop, says, until
+from http_harness import EOS, HI, READY, TEXT, House, events, ids, in_loop, says, until
 
 from fakes import FakeEngineClient, Script
 from ropeway.config import ServerConfig
-from ropeway.engine.client import EngineHealth, EngineState
+from ropeway.engine.client import EngineHealth, EngineState, TokenDelta
 from ropeway.errors import RequestError
-from ropeway.protocol import AddRequest
+from ropeway.protocol import AddRequest, FinishReason
 from ropeway.server.admission import Admission
 from ropeway.server.auth import Keys
 from ropeway.server.health import DEAD_AFTER, STALE_AFTER, Lifecycle, Phase
@@ -466,3 +466,80 @@ async def test_a_request_is_cancelled_by_its_caller_alone() -> None:
         assert (chunks[-1]["choices"][0]["finish_reason"], done) == ("abort", "[DONE]")
         assert (await http.get("/v1/requests/s", headers=mine)).status_code == 404
     await house.quiet()
+
+
+# Limits of time and priorities
+
+
+class LateClient(FakeEngineClient):
+    """An engine that ends every request for the given reason after so many tokens."""
+
+    def _next(self, request: AddRequest, script: Script, position: int) -> TokenDelta:
+        if position == self.num_tokens:
+            return TokenDelta([], self.reason)
+        return super()._next(request, script, position)
+
+    num_tokens = 0
+    reason = FinishReason.DEADLINE
+
+
+@in_loop
+async def test_what_a_client_hears_of_a_limit_of_time() -> None:
+    house = House()
+    late = LateClient(says(), ready=READY)
+    house.app.state.service.client = house.client = late
+    async with house.http() as http:
+        for reason, status, code in (
+            (FinishReason.DEADLINE, 504, "deadline_exceeded"),
+            (FinishReason.QUEUE_TIMEOUT, 429, "queue_timeout"),
+        ):
+            late.reason = reason
+            response = await http.post(CHAT, json=BODY)
+            assert (response.status_code, response.json()["error"]["code"]) == (status, code)
+            last = events((await http.post(CHAT, json={**BODY, "stream": True})).text)[-1]
+            assert last["error"]["code"] == code
+        late.reason, late.num_tokens = FinishReason.DEADLINE, 3
+        choice = (await http.post(CHAT, json=BODY)).json()["choices"][0]
+        assert (choice["finish_reason"], choice["stop_reason"]) == ("length", "deadline")
+        assert choice["message"]["content"]
+        page = (await http.get("/metrics")).text
+    assert '\nropeway_deadline_misses_total{limit="deadline"} 3.0\n' in page
+    assert '\nropeway_deadline_misses_total{limit="queue_timeout"} 2.0\n' in page
+
+
+@in_loop
+async def test_limits_of_time_reach_the_engine_from_body_or_header() -> None:
+    house = House()
+    async with house.http() as http:
+        body = {**BODY, "deadline_ms": 5000, "queue_timeout_ms": 250.5}
+        headers = {"x-deadline-ms": "7000", "x-queue-timeout-ms": "100"}
+        for change, extra, deadline, queue in (
+            (body, {}, 5.0, 0.2505),
+            (BODY, headers, 7.0, 0.1),
+            (body, headers, 5.0, 0.2505),  # the body goes before
+            (BODY, {}, None, None),
+        ):
+            assert (await http.post(CHAT, json=change, headers=extra)).status_code == 200
+            added = house.client.added[-1]
+            for limit, seconds in ((added.deadline, deadline), (added.queue_deadline, queue)):
+                assert (limit is None) == (seconds is None)
+                if limit is not None:
+                    assert limit - added.arrival_time == pytest.approx(seconds)
+        for header in ("-1", "x", "1e9", "nan", ""):
+            response = await http.post(CHAT, json=BODY, headers={"x-deadline-ms": header})
+            assert response.status_code == 400, header
+        response = await http.post(CHAT, json={**BODY, "deadline_ms": 0})
+        assert (response.status_code, response.json()["error"]["code"]) == (504, "deadline_exceeded")
+    assert len(house.client.added) == 4
+
+
+@in_loop
+async def test_priority_needs_its_policy() -> None:
+    async with House().http() as http:
+        response = await http.post(CHAT, json={**BODY, "priority": -3})
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "priority")
+        assert (await http.post(CHAT, json={**BODY, "priority": 0})).status_code == 200
+    house = House(scheduling_policy="priority")
+    async with house.http() as http:
+        assert (await http.post(CHAT, json={**BODY, "priority": -3})).status_code == 200
+    assert house.client.added[0].priority == -3

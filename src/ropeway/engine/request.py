@@ -40,6 +40,7 @@ class Request:
         "num_tokens",
         "priority",
         "prompt_logprobs",
+        "queue_deadline",
         "request_id",
         "sampling",
         "status",
@@ -66,6 +67,7 @@ class Request:
         self.priority = message.priority
         self.tenant = message.tenant
         self.deadline = message.deadline
+        self.queue_deadline = message.queue_deadline
         self.arrival_time = message.arrival_time
         self.cache_salt = message.cache_salt
         self.first_scheduled: float | None = None

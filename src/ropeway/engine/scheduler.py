@@ -9,6 +9,7 @@ budget lasts: one for a request that decodes, a chunk for one whose prompt is be
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable
 
 from ropeway.engine.kv_cache import KVCacheManager
@@ -57,6 +58,7 @@ class Scheduler:
         self._outputs = StepOutputs()  # what happened since the last message up
         self._changed = False  # there is something to tell even without a step
         self._num_live_tokens = 0
+        self._timers: list[tuple[float, int, FinishReason]] = []  # a heap of (time.monotonic(), request id, what then)
 
     # Requests in and out
 
@@ -68,6 +70,7 @@ class Scheduler:
         self.requests[request.request_id] = request
         self.waiting.add(request)
         self._changed = True
+        self._set_timers(request)
         problem = self._impossible(request)
         if problem:
             self._end_without_token(request, FinishReason.ERROR, problem)
@@ -96,6 +99,8 @@ class Scheduler:
 
         Its tokens count as computed from here on, so that the next plan can be made before this one's result.
         """
+        if self._timers:
+            self._expire()
         plan = SchedulerOutput(self._step_id)
         step = _InFlight()
         rows = step.rows
@@ -269,7 +274,7 @@ class Scheduler:
     # Changes of a request's state
 
     def _admit(self, request: Request, num_cached_tokens: int) -> None:
-        self.running.append(request)
+        self.running.insert(self.waiting.place(request, self.running), request)
         request.status = RequestStatus.RUNNING
         request.num_computed_tokens = num_cached_tokens
         self._num_live_tokens += num_cached_tokens
@@ -317,6 +322,24 @@ class Scheduler:
         self._num_live_tokens -= request.num_computed_tokens
         self.kv.release(request)
         self._removed.append(request.request_id)
+
+    def _set_timers(self, request: Request) -> None:
+        if len(self._timers) > 2 * len(self.requests) + 64:  # most belong to requests that are gone
+            self._timers = [timer for timer in self._timers if timer[1] in self.requests]
+            heapq.heapify(self._timers)
+        if request.queue_deadline is not None:
+            heapq.heappush(self._timers, (request.queue_deadline, request.request_id, FinishReason.QUEUE_TIMEOUT))
+        if request.deadline is not None:
+            heapq.heappush(self._timers, (request.deadline, request.request_id, FinishReason.DEADLINE))
+
+    def _expire(self) -> None:
+        """End whatever has run out of its time. Tokens in flight for it are dropped."""
+        now = self._clock()
+        while self._timers and self._timers[0][0] <= now:
+            _, request_id, reason = heapq.heappop(self._timers)
+            request = self.requests.get(request_id)
+            if request is not None and (reason is FinishReason.DEADLINE or request.first_scheduled is None):
+                self._end_without_token(request, reason)
 
     def _impossible(self, request: Request) -> str:
         """Why this request could never run; empty if it can."""

@@ -16,6 +16,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar, cast
 
+from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Send
@@ -245,6 +246,17 @@ class Service:
             raise RequestError("'stream_options' needs 'stream': true.", param="stream_options", code="invalid_value")
         if body.request_id is not None and not info.id_is_given:
             info.request_id = body.request_id
+        if body.priority and self.config.scheduler.scheduling_policy != "priority":
+            raise RequestError(
+                "'priority' needs a server that runs with --scheduling-policy priority.",
+                param="priority",
+                code="unsupported_parameter",
+            )
+        deadline = time_limit(body, info, request.headers, "deadline")
+        queue_deadline = time_limit(body, info, request.headers, "queue_timeout")
+        if deadline is not None and deadline <= self.clock():
+            self.metrics.missed("deadline")
+            raise deadline_exceeded()
         sequences: list[Sequence] = []
         for prompt in prompts:
             ids = truncated(prompt, body, max_tokens, limits)
@@ -264,6 +276,9 @@ class Service:
                     ids,
                     sampling,
                     info.arrival_time,
+                    priority=body.priority,
+                    deadline=deadline,
+                    queue_deadline=queue_deadline,
                     tenant=info.key_name or body.user or "",
                     cache_salt=body.cache_salt or "",
                 )
@@ -389,10 +404,10 @@ class Service:
                     raise EngineDeadError("the engine ended a request without a reason")
             finally:
                 await deltas.aclose()
-            if final.finish_reason == "error":
-                raise RequestError(
-                    f"Generation failed: {final.error}", status=500, type="server_error", code="generation_failed"
-                )
+            if final.finish_reason in ("queue_timeout", "deadline"):
+                self.metrics.missed(final.finish_reason)
+            if (error := self._failure(stream, final)) is not None:
+                raise error
             if (sending := emit(sequence, final)) is not None:
                 await sending
         except EngineDeadError:
@@ -405,6 +420,51 @@ class Service:
             ) from None
         finally:
             self.metrics.request_finished(stream, request.arrival_time, final.finish_reason or "abort")
+
+    def _failure(self, stream: RequestStream, final: TextDelta) -> RequestError | None:
+        """Why a sequence that ended like this has no answer. One that its deadline cut has, as far as it came: to the
+        client that is a limit of length."""
+        match final.finish_reason:
+            case "error":
+                return RequestError(
+                    f"Generation failed: {final.error}", status=500, type="server_error", code="generation_failed"
+                )
+            case "queue_timeout":
+                return RequestError(
+                    "The request waited for its turn longer than its queue_timeout_ms.",
+                    status=429,
+                    type="rate_limit_error",
+                    code="queue_timeout",
+                    headers={"Retry-After": str(self.admission.retry_after())},
+                )
+            case "deadline" if stream.num_output_tokens == 0:
+                return deadline_exceeded()
+            case "deadline":
+                final.finish_reason, final.stop_reason = "length", "deadline"
+        return None
+
+
+def deadline_exceeded() -> RequestError:
+    return RequestError(
+        "The request's deadline_ms passed before its first token.",
+        status=504,
+        type="timeout_error",
+        code="deadline_exceeded",
+    )
+
+
+def time_limit(body: GenerationBody, info: RequestInfo, headers: Headers, name: str) -> float | None:
+    """time.monotonic() at the end of the body's ``<name>_ms``, or else of the header ``X-<Name>-Ms``, counted from the
+    request's arrival. Raises RequestError(400)."""
+    milliseconds: float | None = getattr(body, f"{name}_ms")
+    if milliseconds is None:
+        header = f"x-{name.replace('_', '-')}-ms"
+        if (text := headers.get(header)) is None:
+            return None
+        if not re.fullmatch(r"[0-9]{1,12}(\.[0-9]{1,6})?", text):
+            raise RequestError(f"The header {header} must be a number of milliseconds.", code="invalid_value")
+        milliseconds = float(text)
+    return info.arrival_time + milliseconds / 1000
 
 
 async def read_body(request: Request, limit: int) -> bytes:

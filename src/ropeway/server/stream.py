@@ -29,6 +29,8 @@ FINISH_WORDS = {
     FinishReason.LENGTH: "length",
     FinishReason.ABORT: "abort",
     FinishReason.ERROR: "error",
+    FinishReason.QUEUE_TIMEOUT: "queue_timeout",
+    FinishReason.DEADLINE: "deadline",
 }
 
 
@@ -39,7 +41,7 @@ class TextDelta:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)  # tokens past a stop are left out
     logprobs: list[TokenLogprobs] | None = None  # entry i belongs to token_ids[i]; a hidden last token has none
-    finish_reason: str | None = None  # "stop", "length", "abort" or "error", once
+    finish_reason: str | None = None  # one of FINISH_WORDS, once
     stop_reason: int | str | None = None  # the client's stop token or stop string that ended it
     error: str | None = None
     # Beside logprobs: per token, the text that became certain with it, stop strings included; again without a hidden

@@ -63,6 +63,13 @@ class GenerationBody(Body):
     truncate_prompt_tokens: int | None = Field(None, ge=-1, description="Keep the last k; -1: as many as fit.")
     cache_salt: str | None = Field(None, max_length=1024)
     return_token_ids: bool = False
+    priority: int = Field(0, ge=-1000, le=1000, description="Lower runs first, with --scheduling-policy priority.")
+    queue_timeout_ms: float | None = Field(
+        None, ge=0, le=1e12, description="429 if it has not begun to run by then; also the header X-Queue-Timeout-Ms."
+    )
+    deadline_ms: float | None = Field(
+        None, ge=0, le=1e12, description="When the answer ends, as far as it is; also the header X-Deadline-Ms."
+    )
     request_id: str | None = Field(None, pattern=r"^[\x21-\x7e]{1,128}$")
 
 
@@ -136,8 +143,7 @@ _NOT_YET: dict[str, Callable[[Any, Mapping[str, Any]], bool]] = {
     **dict.fromkeys(
         (
             "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
-            "guided_decoding_backend", "guided_whitespace_pattern", "bad_words", "suffix", "queue_timeout_ms",
-            "deadline_ms", "functions", "function_call", "audio", "prediction", "web_search_options", "store",
+            "guided_decoding_backend", "guided_whitespace_pattern", "bad_words", "suffix", "functions", "function_call", "audio", "prediction", "web_search_options", "store",
             "use_beam_search", "echo", "logits_processors",
         ),
         lambda value, body: False,
@@ -145,7 +151,6 @@ _NOT_YET: dict[str, Callable[[Any, Mapping[str, Any]], bool]] = {
     "prompt_logprobs": lambda value, body: False,  # 0 asks for the prompt's own tokens
     "response_format": lambda value, body: value == {"type": "text"},
     "best_of": lambda value, body: type(value) is int and value == body.get("n", 1),
-    "priority": lambda value, body: type(value) is int and value == 0,
     "service_tier": lambda value, body: value in ("auto", "default"),
     "modalities": lambda value, body: value == ["text"],
     "length_penalty": lambda value, body: value == 1,
