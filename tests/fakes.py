@@ -11,7 +11,15 @@ from dataclasses import dataclass, field
 
 from ropeway.engine.client import EngineHealth, EngineState, StatsListener, TokenDelta
 from ropeway.errors import EngineDeadError
-from ropeway.protocol import AddRequest, EngineReady, EngineStats, FinishReason, StepOutputs, TokenLogprobs
+from ropeway.protocol import (
+    AddRequest,
+    EngineReady,
+    EngineStats,
+    FinishReason,
+    PromptLogprobs,
+    StepOutputs,
+    TokenLogprobs,
+)
 
 
 @dataclass
@@ -24,6 +32,7 @@ class Script:
     tokens_per_delta: int = 1
     num_cached_tokens: int = 0
     error_after: int | None = None  # after so many tokens the sequence fails alone
+    embedding: Sequence[float] = ()
 
 
 class FakeEngineClient:
@@ -78,6 +87,7 @@ class FakeEngineClient:
                 if position == 0:
                     delta.num_cached_tokens = script.num_cached_tokens
                     delta.first_scheduled = request.arrival_time + 0.001
+                    delta.prompt_logprobs = self._prompt_logprobs(request, script)
                 position += len(delta.token_ids)
                 finished = delta.finish_reason is not None
                 if finished:
@@ -95,6 +105,10 @@ class FakeEngineClient:
     def _next(self, request: AddRequest, script: Script, position: int) -> TokenDelta:
         sampling = request.sampling
         delta = TokenDelta([], logprobs=[] if sampling.logprobs is not None else None)
+        if sampling.max_tokens == 0:
+            delta.finish_reason = FinishReason.STOP if sampling.pooling else FinishReason.LENGTH
+            delta.embedding = list(script.embedding) if sampling.pooling else None
+            return delta
         for number in range(position + 1, position + 1 + script.tokens_per_delta):
             token = script.tokens[(number - 1) % len(script.tokens)]
             delta.token_ids.append(token)
@@ -110,6 +124,21 @@ class FakeEngineClient:
             if delta.finish_reason is not None:
                 break
         return delta
+
+    @staticmethod
+    def _prompt_logprobs(request: AddRequest, script: Script) -> PromptLogprobs | None:
+        count = request.sampling.prompt_logprobs
+        if count is None:
+            return None
+        assert script.logprobs is not None, "the script has no logprobs"
+        found = PromptLogprobs(count)
+        for token in request.prompt_token_ids[1:]:
+            value = script.logprobs(token, count)
+            found.logprobs.append(value.logprob)
+            found.ranks.append(value.rank)
+            found.top_ids.extend(value.top_ids)
+            found.top_logprobs.extend(value.top_logprobs)
+        return found
 
     async def _wait(self, request_id: int, gate: asyncio.Event | None) -> None:
         """For the gate, an abort or the engine's death."""

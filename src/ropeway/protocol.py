@@ -56,6 +56,11 @@ class SamplingParams:
     pooling: Literal["", "mean", "last"] = ""  # not empty: max_tokens is 0 and the request ends with an embedding
 
     @property
+    def wants_nothing(self) -> bool:
+        """No token and nothing about the prompt: there is nothing to compute."""
+        return self.max_tokens == 0 and self.prompt_logprobs is None and not self.pooling
+
+    @property
     def needs_penalties(self) -> bool:
         return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
 

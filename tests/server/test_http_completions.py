@@ -99,8 +99,6 @@ async def test_nothing_but_the_prompt(stream: bool) -> None:
             assert (choice["text"], choice["finish_reason"]) == (prompt, "length")
         response = await http.post(URL, json={"prompt": prompt, "max_tokens": 0, "stream": stream})
         assert (response.status_code, response.json()["error"]["param"]) == (400, "max_tokens")
-        response = await http.post(URL, json={"prompt": prompt, "echo": True, "logprobs": 1, "stream": stream})
-        assert (response.status_code, response.json()["error"]["param"]) == (400, "logprobs")
     assert house.client.added == []
 
 

@@ -85,8 +85,6 @@ NOT_YET: list[tuple[str, Any]] = [
     ("best_of", 2),
     ("suffix", "end"),
     ("response_format", {"type": "json_object"}),
-    ("prompt_logprobs", 0),
-    ("prompt_logprobs", 1),
     ("structured_outputs", {"regex": "a"}),
     ("guided_json", {"type": "object"}),
     ("guided_choice", ["a", "b"]),

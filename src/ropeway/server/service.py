@@ -36,6 +36,7 @@ from ropeway.server.openai.params import (
     stop_strings,
     truncated,
 )
+from ropeway.server.openai.prompt_report import PromptReport
 from ropeway.server.openai.schema import Body, GenerationBody, outside_fields, validate
 from ropeway.server.sse import DONE, EventStream, Write, event, unless_gone
 from ropeway.server.stream import RequestStream, TextDelta
@@ -85,6 +86,21 @@ class Call:
     include_usage: bool
     continuous_usage: bool
     return_token_ids: bool
+    prompt_report: PromptReport | None = None  # where something is told of the prompts' tokens
+
+    def prompt_of(self, sequence: Sequence) -> int:
+        """The number of its prompt."""
+        return sequence.index // self.n
+
+    async def prompt_ready(self, sequence: Sequence) -> None:
+        """Until all is worded that is told of the sequence's prompt: by its first choice, once that has heard of it."""
+        assert self.prompt_report is not None
+        prompt = self.prompt_of(sequence)
+        if sequence.index % self.n == 0:
+            request = sequence.request
+            await self.prompt_report.fill(prompt, request.prompt_token_ids, sequence.stream.prompt_logprobs)
+        else:
+            await self.prompt_report.wait(prompt)
 
     def usage(self) -> dict[str, Any]:
         """As of now. A prompt counts once, however many choices it has."""
@@ -233,11 +249,12 @@ class Service:
         param: str,
         max_tokens: int | None,
         logprobs: int | None,
+        prompt_logprobs: int | None = None,
     ) -> Call:
         """Check everything that is left to check and build the sequences. Raises RequestError.
 
         prefix: of the answer's id. param: the field that holds the prompt. max_tokens: None takes all there is room
-        for. logprobs: None, or how many alternatives per token.
+        for. logprobs: None, or how many alternatives per token. prompt_logprobs: the same of the prompts' tokens.
         """
         info, limits = RequestInfo.of(request), self.limits
         stops = stop_strings(body)
@@ -268,6 +285,7 @@ class Service:
                     num_prompt_tokens=len(ids),
                     max_tokens=max_tokens,
                     logprobs=logprobs,
+                    prompt_logprobs=prompt_logprobs if choice == 0 else None,
                     choice=choice,
                     param=param,
                 )
@@ -361,21 +379,24 @@ class Service:
     def _run(self, call: Call, emit: Emit) -> Awaitable[None]:
         """All sequences at once. The first that fails, or a cancellation, ends them all."""
         if len(call.sequences) == 1:
-            return self._run_sequence(call.sequences[0], emit)
+            return self._run_sequence(call, call.sequences[0], emit)
         return self._run_sequences(call, emit)
 
     async def _run_sequences(self, call: Call, emit: Emit) -> None:
         try:
             async with asyncio.TaskGroup() as group:
                 for sequence in call.sequences:
-                    group.create_task(self._run_sequence(sequence, emit))
+                    group.create_task(self._run_sequence(call, sequence, emit))
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
 
-    async def _run_sequence(self, sequence: Sequence, emit: Emit) -> None:
+    async def _run_sequence(self, call: Call, sequence: Sequence, emit: Emit) -> None:
         """Raises RequestError(500) if the engine cannot finish the sequence."""
         stream, request = sequence.stream, sequence.request
-        if request.sampling.max_tokens == 0:  # only the prompt is wanted back
+        report = call.prompt_report
+        if request.sampling.wants_nothing:  # but the prompt back
+            if report is not None:
+                await call.prompt_ready(sequence)
             if (sending := emit(sequence, TextDelta(finish_reason="length"))) is not None:
                 await sending
             return
@@ -389,6 +410,8 @@ class Service:
                 async for raw in deltas:
                     now = clock()
                     delta = feed(raw, now)
+                    if report is not None:
+                        await call.prompt_ready(sequence)
                     if raw.token_ids:
                         if last_time is None:
                             self.metrics.first_token(now - request.arrival_time, stream.num_prompt_tokens)

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ropeway.engine.client import TokenDelta
-from ropeway.protocol import FinishReason, TokenLogprobs
+from ropeway.protocol import FinishReason, PromptLogprobs, TokenLogprobs
 from ropeway.server.detokenizer import make_detokenizer
 from ropeway.server.tokenizer import Tokenizer
 
@@ -72,6 +72,8 @@ class RequestStream:
         self.first_scheduled: float | None = None  # time.monotonic(), like the next two
         self.first_token_time: float | None = None
         self.last_token_time: float | None = None
+        self.prompt_logprobs: PromptLogprobs | None = None  # with the first delta
+        self.embedding: list[float] | None = None  # likewise
         self.finished = False
         self._detokenizer = make_detokenizer(tokenizer, prompt_token_ids, skip_special_tokens)
         self._stops = [text for text in dict.fromkeys(stop) if text]
@@ -123,6 +125,8 @@ class RequestStream:
             self.num_cached_tokens = delta.num_cached_tokens
         if delta.first_scheduled is not None and self.first_scheduled is None:
             self.first_scheduled = delta.first_scheduled
+            self.prompt_logprobs = delta.prompt_logprobs
+            self.embedding = delta.embedding
         if delta.token_ids:
             if self.first_token_time is None:
                 self.first_token_time = now

@@ -15,6 +15,7 @@ from starlette.responses import Response
 from ropeway.errors import RequestError
 from ropeway.server.openai.chat_view import ChatView
 from ropeway.server.openai.messages import encode_chat
+from ropeway.server.openai.prompt_report import Echo, PromptReport
 from ropeway.server.openai.schema import ChatRequest
 from ropeway.server.output.message import MessageParser
 from ropeway.server.service import Call, Service
@@ -69,7 +70,12 @@ async def prepare_chat(
         param="messages",
         max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        prompt_logprobs=body.prompt_logprobs,
     )
+    if body.prompt_logprobs is not None:
+        call.prompt_report = PromptReport(
+            service.tokenizer, [Echo()], prompt_logprobs=body.prompt_logprobs, echo_logprobs=None
+        )
     return ChatCall(call, body.logprobs, is_plain=True)
 
 

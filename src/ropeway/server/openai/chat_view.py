@@ -44,6 +44,8 @@ class ChatView(ChunkView):
         value = self._event(self._choice(sequence.index, {"role": self._role, "content": ""}))
         if self.call.return_token_ids:
             value["prompt_token_ids"] = sequence.request.prompt_token_ids
+        if self.call.prompt_report is not None:
+            value["prompt_logprobs"] = self.call.prompt_report.entries(0)
         return event(value)
 
     def _full_chunks(self, sequence: Sequence, delta: TextDelta) -> bytes:
@@ -114,6 +116,8 @@ class ChatView(ChunkView):
         }
         if self.call.return_token_ids:
             value["prompt_token_ids"] = results[0][0].request.prompt_token_ids
+        if self.call.prompt_report is not None:
+            value["prompt_logprobs"] = self.call.prompt_report.entries(0)
         return value
 
 

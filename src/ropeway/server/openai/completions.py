@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 from ropeway.errors import RequestError
 from ropeway.server.openai.logprobs import CompletionLogprobs
+from ropeway.server.openai.prompt_report import Echo, PromptReport
 from ropeway.server.openai.schema import CompletionRequest
 from ropeway.server.service import Call, ChunkView, Sequence, Service
 from ropeway.server.sse import TextFrame, event
@@ -24,9 +25,15 @@ DEFAULT_MAX_TOKENS = 16  # OpenAI's
 async def create_completion(service: Service, request: Request) -> Response:
     body = await service.read(request, CompletionRequest)
     call = await prepare_completion(service, request, body)
-    return await service.respond(
-        request, call, CompletionView(service, call, _echoes(service, body), body.logprobs is not None)
-    )
+    echoes = _echoes(service, body, call)
+    if PromptReport.num_top(body.prompt_logprobs, _echo_logprobs(body)) is not None:
+        call.prompt_report = PromptReport(
+            service.tokenizer,
+            echoes,
+            prompt_logprobs=body.prompt_logprobs,
+            echo_logprobs=_echo_logprobs(body),
+        )
+    return await service.respond(request, call, CompletionView(service, call, echoes, body.logprobs is not None))
 
 
 async def prepare_completion(
@@ -36,12 +43,6 @@ async def prepare_completion(
     prompts = split_prompts(body.prompt)
     if generates:
         service.admission.check(len(prompts) * body.n)
-    if body.echo and body.logprobs is not None:
-        raise RequestError(
-            "'echo' together with 'logprobs' (log-probabilities of the prompt) is not supported yet.",
-            param="logprobs",
-            code="unsupported_parameter",
-        )
     if body.max_tokens == 0 and not body.echo:
         raise RequestError(
             "Invalid value for 'max_tokens': must be at least 1, unless 'echo' is true.",
@@ -61,16 +62,27 @@ async def prepare_completion(
         param="prompt",
         max_tokens=DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens,
         logprobs=body.logprobs,
+        prompt_logprobs=PromptReport.num_top(body.prompt_logprobs, _echo_logprobs(body)),
     )
 
 
-def _echoes(service: Service, body: CompletionRequest) -> list[str]:
-    """What goes before the choices of each prompt."""
+def _echo_logprobs(body: CompletionRequest) -> int | None:
+    return body.logprobs if body.echo else None
+
+
+def _echoes(service: Service, body: CompletionRequest, call: Call) -> list[Echo]:
+    """What goes before the choices of each prompt: the client's own text, or the text of the tokens."""
     prompts = split_prompts(body.prompt)
     if not body.echo:
-        return [""] * len(prompts)
-    decode = service.tokenizer.decode
-    return [prompt if isinstance(prompt, str) else decode(prompt, body.skip_special_tokens) for prompt in prompts]
+        return [Echo()] * len(prompts)
+    echoes = []
+    for prompt, sequence in zip(prompts, call.sequences[:: call.n], strict=True):
+        if isinstance(prompt, str) and body.truncate_prompt_tokens is None:
+            echoes.append(Echo(prompt, shows_special_tokens=True))
+        else:
+            text = service.tokenizer.decode(sequence.request.prompt_token_ids, body.skip_special_tokens)
+            echoes.append(Echo(text, shows_special_tokens=not body.skip_special_tokens))
+    return echoes
 
 
 def split_prompts(prompt: Any) -> list[str] | list[list[int]]:
@@ -97,7 +109,7 @@ def _bad_prompt(reason: str) -> RequestError:
 
 
 class CompletionView(ChunkView):
-    def __init__(self, service: Service, call: Call, echoes: list[str], logprobs: bool) -> None:
+    def __init__(self, service: Service, call: Call, echoes: list[Echo], logprobs: bool) -> None:
         """echoes: text to put before the choices of each prompt."""
         self._tokenizer = service.tokenizer
         self.call = call
@@ -110,35 +122,52 @@ class CompletionView(ChunkView):
         frame = self._frames.get(sequence.index)
         if frame is None:
             self._frames[sequence.index] = TextFrame(
-                lambda text: self._event(self._choice(sequence.index, text, TextDelta()))
+                lambda text: self._event(self._choice(sequence, text, TextDelta()))
             )
-            return self._full_chunk(sequence, delta, self._echo(sequence), first=True)
+            return self._full_chunk(sequence, delta, first=True)
         if self._fast and delta.finish_reason is None:
             return frame.render(delta.text) if delta.text else b""
         return self._full_chunk(sequence, delta)
 
-    def _full_chunk(self, sequence: Sequence, delta: TextDelta, echo: str = "", first: bool = False) -> bytes:
+    def _full_chunk(self, sequence: Sequence, delta: TextDelta, first: bool = False) -> bytes:
         shows_ids = self.call.return_token_ids
-        text = echo + delta.text
-        if not (text or delta.logprobs or delta.finish_reason or (shows_ids and delta.token_ids)):
+        text = self._echo(sequence) + delta.text if first else delta.text
+        tells_prompt = first and self.call.prompt_report is not None
+        if not (text or delta.logprobs or delta.finish_reason or (shows_ids and delta.token_ids) or tells_prompt):
             return b""
-        choice = self._choice(sequence.index, text, delta)
+        choice = self._choice(sequence, text, delta)
         if shows_ids:
             choice["token_ids"] = delta.token_ids
-            if first:
-                choice["prompt_token_ids"] = sequence.request.prompt_token_ids
+        if first:
+            self._add_prompt(choice, sequence)
         return event(self._event(choice))
 
     def _echo(self, sequence: Sequence) -> str:
-        return self._echoes[sequence.index // self.call.n]
+        return self._echoes[self.call.prompt_of(sequence)].text
 
-    def _choice(self, index: int, text: str, delta: TextDelta) -> dict[str, Any]:
+    def _choice(self, sequence: Sequence, text: str, delta: TextDelta) -> dict[str, Any]:
+        index = sequence.index
         choice: dict[str, Any] = {"index": index, "text": text, "logprobs": None, "finish_reason": delta.finish_reason}
         if delta.finish_reason is not None:
             choice["stop_reason"] = delta.stop_reason
         if self._logprobs is not None and delta.logprobs is not None:
-            choice["logprobs"] = self._logprobs.setdefault(index, CompletionLogprobs(self._tokenizer)).block(delta)
+            if index not in self._logprobs:
+                self._logprobs[index] = CompletionLogprobs(self._tokenizer, len(self._echo(sequence)))
+            choice["logprobs"] = self._logprobs[index].block(delta)
         return choice
+
+    def _add_prompt(self, choice: dict[str, Any], sequence: Sequence) -> None:
+        """What is told of the prompt, once per choice."""
+        if self.call.return_token_ids:
+            choice["prompt_token_ids"] = sequence.request.prompt_token_ids
+        if (report := self.call.prompt_report) is None:
+            return
+        prompt = self.call.prompt_of(sequence)
+        if (entries := report.entries(prompt)) is not None:
+            choice["prompt_logprobs"] = entries
+        if (block := report.block(prompt)) is not None:
+            generated = choice["logprobs"] or {}
+            choice["logprobs"] = {key: column + generated.get(key, []) for key, column in block.items()}
 
     def _event(self, choice: dict[str, Any] | None, usage: dict[str, Any] | None = None) -> dict[str, Any]:
         call = self.call
@@ -161,9 +190,9 @@ class CompletionView(ChunkView):
     def response(self, results: list[tuple[Sequence, TextDelta]], usage: dict[str, Any]) -> dict[str, Any]:
         choices = []
         for sequence, whole in results:
-            choice = self._choice(sequence.index, self._echo(sequence) + whole.text, whole)
+            choice = self._choice(sequence, self._echo(sequence) + whole.text, whole)
             if self.call.return_token_ids:
                 choice["token_ids"] = whole.token_ids
-                choice["prompt_token_ids"] = sequence.request.prompt_token_ids
+            self._add_prompt(choice, sequence)
             choices.append(choice)
         return {**self._event(None, usage), "choices": choices}

@@ -1,12 +1,13 @@
 """Log-probabilities in the two shapes of the API.
 
-Owns: those shapes and the floor. Must not know: how they were computed. Called by: chat, completions.
+Owns: those shapes and the floor. Must not know: how they were computed. Called by: chat_view, completions, prompt_report.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from ropeway.protocol import TokenLogprobs
 from ropeway.server.stream import TextDelta
 from ropeway.server.tokenizer import Tokenizer
 
@@ -41,28 +42,33 @@ class CompletionLogprobs:
     """Parallel lists over the tokens of one choice. ``top_logprobs`` holds the alternatives that were asked for and the
     sampled token, if it is not among them. ``text_offset`` counts characters of the choice's text."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, offset: int = 0) -> None:
+        """offset: length of the text before the first token."""
         self._tokenizer = tokenizer
-        self._offset = 0
+        self._offset = offset
 
     def block(self, delta: TextDelta) -> dict[str, list[Any]]:
         block: dict[str, list[Any]] = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
         for token_id, text, value in zip(delta.token_ids, delta.token_texts, delta.logprobs or (), strict=False):
-            token = _completion_token(self._tokenizer, token_id)
-            top = {
-                _completion_token(self._tokenizer, top_id): finite(logprob)
-                for top_id, logprob in zip(value.top_ids, value.top_logprobs, strict=True)
-            }
-            top.setdefault(token, finite(value.logprob))
             block["text_offset"].append(self._offset)
             block["token_logprobs"].append(finite(value.logprob))
-            block["tokens"].append(token)
-            block["top_logprobs"].append(top)
+            block["tokens"].append(completion_token(self._tokenizer, token_id))
+            block["top_logprobs"].append(completion_top(self._tokenizer, token_id, value, len(value.top_ids)))
             self._offset += len(text)
         return block
 
 
-def _completion_token(tokenizer: Tokenizer, token_id: int) -> str:
+def completion_top(tokenizer: Tokenizer, token_id: int, value: TokenLogprobs, most: int) -> dict[str, float]:
+    """Of one token: the ``most`` best, and itself."""
+    top = {
+        completion_token(tokenizer, top_id): finite(logprob)
+        for top_id, logprob in zip(value.top_ids[:most], value.top_logprobs, strict=False)
+    }
+    top.setdefault(completion_token(tokenizer, token_id), finite(value.logprob))
+    return top
+
+
+def completion_token(tokenizer: Tokenizer, token_id: int) -> str:
     r"""The token's text, or ``bytes:\xf0\x9f`` for part of a character, so that two of them are never the same key."""
     data = tokenizer.token_bytes(token_id)
     try:

@@ -93,12 +93,14 @@ def build_sampling(
     num_prompt_tokens: int,
     max_tokens: int | None,
     logprobs: int | None,
+    prompt_logprobs: int | None,
     choice: int,
     param: str,
 ) -> SamplingParams:
-    """Raises RequestError(400). max_tokens: None takes the rest of the context. param: names the prompt in errors."""
+    """Raises RequestError(400). max_tokens: None takes the rest of the context. prompt_logprobs: already checked. param:
+    names the prompt in errors."""
     room = limits.max_model_len - num_prompt_tokens
-    if room < (max_tokens or 1):
+    if room < (1 if max_tokens is None else max_tokens):
         wanted = f" and {max_tokens} for the completion" if max_tokens else ""
         raise RequestError(
             f"This model's maximum context length is {limits.max_model_len} tokens. However, you requested "
@@ -112,6 +114,8 @@ def build_sampling(
     if logprobs is not None and logprobs > limits.max_logprobs:
         name = "logprobs" if param == "prompt" else "top_logprobs"
         raise _invalid(name, f"at most {limits.max_logprobs} on this server")
+    if body.prompt_logprobs is not None and body.prompt_logprobs > limits.max_logprobs:
+        raise _invalid("prompt_logprobs", f"at most {limits.max_logprobs} on this server")
     if body.allowed_token_ids == []:
         raise _invalid("allowed_token_ids", "an empty list allows nothing")
     for name in ("stop_token_ids", "allowed_token_ids", "banned_token_ids"):
@@ -142,6 +146,7 @@ def build_sampling(
         allowed_token_ids=None if body.allowed_token_ids is None else tuple(body.allowed_token_ids),
         banned_token_ids=tuple(body.banned_token_ids or ()),
         logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
     )
 
 

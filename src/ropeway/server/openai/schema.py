@@ -70,6 +70,9 @@ class GenerationBody(Body):
     deadline_ms: float | None = Field(
         None, ge=0, le=1e12, description="When the answer ends, as far as it is; also the header X-Deadline-Ms."
     )
+    prompt_logprobs: int | None = Field(
+        None, ge=0, description="Of every prompt token: itself and so many of the best."
+    )
     request_id: str | None = Field(None, pattern=r"^[\x21-\x7e]{1,128}$")
 
 
@@ -148,7 +151,6 @@ _NOT_YET: dict[str, Callable[[Any, Mapping[str, Any]], bool]] = {
         ),
         lambda value, body: False,
     ),
-    "prompt_logprobs": lambda value, body: False,  # 0 asks for the prompt's own tokens
     "response_format": lambda value, body: value == {"type": "text"},
     "best_of": lambda value, body: type(value) is int and value == body.get("n", 1),
     "service_tier": lambda value, body: value in ("auto", "default"),
