@@ -34,6 +34,7 @@ IGNORED_SWITCHES = frozenset(
         "--disable-log-requests",
         "--disable-log-stats",
         "--disable-uvicorn-access-log",
+        "--enable-auto-tool-choice",  # tools are always on
         "--no-enable-log-stats",
         "--trust-remote-code",  # code from a model repository is never run
         "--use-v2-block-manager",
@@ -62,16 +63,13 @@ IGNORED_VALUES: dict[str, tuple[str, ...]] = {  # flag -> the values that may be
 NOT_SUPPORTED = frozenset(
     {
         "--default-chat-template-kwargs",
-        "--enable-auto-tool-choice",
         "--enable-lora",
         "--hf-overrides",
         "--logits-processors",
         "--lora-modules",
         "--otlp-traces-endpoint",
         "--override-generation-config",
-        "--reasoning-parser",
         "--speculative-config",
-        "--tool-call-parser",
     }
 )
 SHORT_NAMES = {"-q": "--quantization", "-pp": "--pipeline-parallel-size", "-dp": "--data-parallel-size"}

@@ -46,6 +46,13 @@ class ModelConfig:
     )
     seed: int = setting(0, "Seed of dummy weights.")
     chat_template: str = setting("", "File with, or text of, a Jinja chat template that replaces the model's.")
+    tool_call_parser: Literal[
+        "auto", "none", "hermes", "qwen3_coder", "llama3_json", "llama4_json", "mistral", "mistral_list", "functionary",
+        "pythonic", "llama4_pythonic", "gemma", "json",
+    ] = setting("auto", "How the model writes tool calls; auto finds out from its chat template, none looks for none.")  # fmt: skip
+    reasoning_parser: Literal["auto", "none", "deepseek_r1", "glm45", "qwen3", "mistral", "seed_oss"] = setting(
+        "auto", "How the model marks its thoughts; auto finds out from its chat template, none leaves them in the text."
+    )
     generation_config: Literal["auto", "none"] = setting(
         "auto", "Whether the model's generation_config.json gives the default sampling parameters."
     )

@@ -87,17 +87,19 @@ class House:
         *,
         started: bool = True,
         model_folder: Path | None = None,
+        tokenizer: Tokenizer | None = None,
+        ready: EngineReady = READY,
         **flags: Any,
     ) -> None:
         self.config = build_config({"served_model_name": ["tiny", "org/alias"], **flags})
         self.metrics = Metrics("tiny", self.config)
-        self.client = FakeEngineClient(script or says(), ready=READY, on_step=self.metrics.on_step)
+        self.client = FakeEngineClient(script or says(), ready=ready, on_step=self.metrics.on_step)
         self.app = create_app(
             self.config,
             self.client,
-            chat_tokenizer(),
+            tokenizer or chat_tokenizer(),
             self.metrics,
-            ready=READY if started else None,
+            ready=ready if started else None,
             model_folder=model_folder,
         )
         self.lifecycle = self.app.state.lifecycle

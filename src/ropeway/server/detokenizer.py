@@ -33,13 +33,19 @@ class Detokenizer(Protocol):
         ...
 
 
-def make_detokenizer(tokenizer: Tokenizer, prompt_token_ids: Sequence[int], skip_special_tokens: bool) -> Detokenizer:
-    """The one for this kind of tokenizer."""
+def make_detokenizer(
+    tokenizer: Tokenizer,
+    prompt_token_ids: Sequence[int],
+    skip_special_tokens: bool,
+    shown: frozenset[int] = frozenset(),
+) -> Detokenizer:
+    """The one for this kind of tokenizer. shown: special tokens that are not skipped in any case."""
+    hidden = tokenizer.special_ids - shown if skip_special_tokens else frozenset()
     detokenizer: Detokenizer
     if tokenizer.is_byte_level:
-        detokenizer = ByteDetokenizer(tokenizer, skip_special_tokens)
+        detokenizer = ByteDetokenizer(tokenizer, hidden)
     else:
-        detokenizer = WindowDetokenizer(tokenizer, prompt_token_ids, skip_special_tokens)
+        detokenizer = WindowDetokenizer(tokenizer, prompt_token_ids, hidden)
     return CleaningDetokenizer(detokenizer) if tokenizer.cleans_up_spaces else detokenizer
 
 
@@ -47,9 +53,9 @@ class ByteDetokenizer:
     """Byte-level BPE: text is the tokens' bytes as UTF-8. Invalid bytes are replaced as in a whole decode, because
     Python and the library both put one U+FFFD for each longest valid beginning of a character."""
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, hidden: frozenset[int]) -> None:
         self._token_bytes = tokenizer.token_bytes
-        self._hidden = tokenizer.special_ids if skip_special_tokens else frozenset()
+        self._hidden = hidden
         self._tail = b""  # the beginning of a character
 
     def push(self, token_id: int) -> str:
@@ -82,10 +88,9 @@ class WindowDetokenizer:
     of byte tokens is decoded as one: if any of it is invalid, all of it becomes U+FFFD. So it is held until it ends.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], skip_special_tokens: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], hidden: frozenset[int]) -> None:
         self._tokenizer = tokenizer
-        self._hidden = tokenizer.special_ids if skip_special_tokens else frozenset()
-        self._skip = skip_special_tokens
+        self._hidden = hidden  # never in the window
         context = next((id for id in reversed(prompt_token_ids) if self._is_context(id)), None)
         self._window: list[int] = [] if context is None else [context]  # one token of context, then the pending ones
         self._shown = "" if context is None else tokenizer.first_text(context)  # the context's text
@@ -102,7 +107,7 @@ class WindowDetokenizer:
         self._pending += 1
         if is_byte:
             return ""
-        text = tokenizer.raw_decode(self._window, self._skip)
+        text = tokenizer.raw_decode(self._window, False)
         if text.endswith(REPLACEMENT) and self._pending < 8:  # maybe the beginning of a character
             return ""
         piece = text[len(self._shown) :]
@@ -117,7 +122,7 @@ class WindowDetokenizer:
     def flush(self) -> str:
         if not self._pending:
             return ""
-        piece = self._tokenizer.raw_decode(self._window, self._skip)[len(self._shown) :]
+        piece = self._tokenizer.raw_decode(self._window, False)[len(self._shown) :]
         self._window = []
         self._pending = 0
         return piece

@@ -38,6 +38,7 @@ from ropeway.server.openai.params import (
 )
 from ropeway.server.openai.prompt_report import PromptReport
 from ropeway.server.openai.schema import Body, GenerationBody, outside_fields, validate
+from ropeway.server.output.format import OutputFormat
 from ropeway.server.sse import DONE, EventStream, Write, event, unless_gone
 from ropeway.server.stream import RequestStream, TextDelta
 from ropeway.server.tokenizer import Tokenizer
@@ -71,6 +72,7 @@ class Sequence:
     index: int  # of the choice in the answer
     request: AddRequest
     stream: RequestStream
+    is_complete: Callable[[TextDelta], bool] | None = None  # is asked with each delta: does the answer need no more?
 
 
 @dataclass(slots=True)
@@ -198,6 +200,9 @@ class Service:
         self.created = int(time.time())
         self.admission = Admission(config.server, lifecycle, lambda: client.health)
         self.calls = LiveCalls()
+        self.output = OutputFormat.find(
+            tokenizer.chat_template_text, config.model.tool_call_parser, config.model.reasoning_parser
+        )
         self._sampling_defaults = sampling_defaults
         self._limits: ModelLimits | None = None
         self._request_ids = itertools.count(1)
@@ -250,11 +255,13 @@ class Service:
         max_tokens: int | None,
         logprobs: int | None,
         prompt_logprobs: int | None = None,
+        shown_special_ids: frozenset[int] = frozenset(),
     ) -> Call:
         """Check everything that is left to check and build the sequences. Raises RequestError.
 
         prefix: of the answer's id. param: the field that holds the prompt. max_tokens: None takes all there is room
         for. logprobs: None, or how many alternatives per token. prompt_logprobs: the same of the prompts' tokens.
+        shown_special_ids: tokens that the text shows in spite of skip_special_tokens.
         """
         info, limits = RequestInfo.of(request), self.limits
         stops = stop_strings(body)
@@ -309,6 +316,7 @@ class Service:
                     skip_special_tokens=body.skip_special_tokens,
                     spaces_between_special_tokens=body.spaces_between_special_tokens,
                     eos_token_ids=limits.eos_token_ids,
+                    shown_special_ids=shown_special_ids,
                 )
                 sequences.append(Sequence(len(sequences), add, stream))
         info.call = Call(
@@ -401,6 +409,7 @@ class Service:
                 await sending
             return
         clock, feed, inter_token = self.clock, stream.feed, self.metrics.inter_token
+        is_complete = sequence.is_complete
         last_time: float | None = None
         final = TextDelta(finish_reason="abort")  # what the metrics say if the client leaves
         try:
@@ -418,6 +427,8 @@ class Service:
                         else:
                             inter_token(now - last_time, len(raw.token_ids))
                         last_time = now
+                    if is_complete is not None and delta.finish_reason is None and is_complete(delta):
+                        delta.finish_reason = "stop"
                     if delta.finish_reason is not None:
                         final = delta
                         break

@@ -64,8 +64,10 @@ class RequestStream:
         skip_special_tokens: bool = True,
         spaces_between_special_tokens: bool = True,
         eos_token_ids: Sequence[int] = (),
+        shown_special_ids: frozenset[int] = frozenset(),
     ) -> None:
-        """``spaces_between_special_tokens`` changes nothing, as :meth:`Tokenizer.decode` says."""
+        """``shown_special_ids`` are in the text in spite of ``skip_special_tokens``. ``spaces_between_special_tokens``
+        changes nothing, as :meth:`Tokenizer.decode` says."""
         self.num_prompt_tokens = len(prompt_token_ids)
         self.num_output_tokens = 0
         self.num_cached_tokens = 0
@@ -75,7 +77,7 @@ class RequestStream:
         self.prompt_logprobs: PromptLogprobs | None = None  # with the first delta
         self.embedding: list[float] | None = None  # likewise
         self.finished = False
-        self._detokenizer = make_detokenizer(tokenizer, prompt_token_ids, skip_special_tokens)
+        self._detokenizer = make_detokenizer(tokenizer, prompt_token_ids, skip_special_tokens, shown_special_ids)
         self._stops = [text for text in dict.fromkeys(stop) if text]
         self._include_stop = include_stop_str_in_output
         self._min_tokens = min_tokens

@@ -128,6 +128,11 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return bool(self._template.sources)
 
+    @property
+    def chat_template_text(self) -> str:
+        """All templates of the model, one after the other; empty without any."""
+        return "\n".join(self._template.sources.values())
+
     def render_chat(
         self,
         messages: list[Json],

@@ -13,10 +13,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ropeway.errors import RequestError
+from ropeway.server.openai.answers import AnswerReader
 from ropeway.server.openai.chat_view import ChatView
-from ropeway.server.openai.messages import encode_chat
+from ropeway.server.openai.messages import render_chat
 from ropeway.server.openai.prompt_report import Echo, PromptReport
 from ropeway.server.openai.schema import ChatRequest
+from ropeway.server.openai.tools import read_tools
 from ropeway.server.output.message import MessageParser
 from ropeway.server.service import Call, Service
 
@@ -33,14 +35,19 @@ class ChatCall:
 
     call: Call
     logprobs: bool
-    is_plain: bool  # an answer's text is its content, and nothing else is in it
+    answers: AnswerReader
     _parsers: dict[int, MessageParser] = field(default_factory=dict)
+
+    @property
+    def is_plain(self) -> bool:
+        """An answer's text is its content, and nothing else is in it."""
+        return self.answers.is_plain
 
     def parser(self, index: int) -> MessageParser:
         """The one of this choice; always the same one."""
         parser = self._parsers.get(index)
         if parser is None:
-            parser = self._parsers[index] = MessageParser()
+            parser = self._parsers[index] = self.answers.parser()
         return parser
 
     def usage(self) -> dict[str, Any]:
@@ -60,23 +67,31 @@ async def prepare_chat(
     if generates:
         service.admission.check(body.n)
     _check(body)
+    use = read_tools(body)
     kwargs = {} if body.reasoning_effort is None else {"reasoning_effort": body.reasoning_effort}
-    prompt = await encode_chat(service, body.messages, body, kwargs)
+    text = await render_chat(service, body.messages, body, use.tools if use else None, kwargs)
+    if use is not None and use.is_forced:
+        raise RequestError("'tool_choice' is not supported yet.", param="tool_choice", code="unsupported_parameter")
+    answers = AnswerReader.find(service, body, use, text)
     call = service.make_call(
         request,
         body,
-        [prompt],
+        [await service.tokenizer.encode_async(text, bool(body.add_special_tokens))],
         prefix=prefix,
         param="messages",
         max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         prompt_logprobs=body.prompt_logprobs,
+        shown_special_ids=answers.shown_special_ids,
     )
     if body.prompt_logprobs is not None:
         call.prompt_report = PromptReport(
             service.tokenizer, [Echo()], prompt_logprobs=body.prompt_logprobs, echo_logprobs=None
         )
-    return ChatCall(call, body.logprobs, is_plain=True)
+    if use is not None and use.max_calls is not None:
+        for sequence in call.sequences:
+            sequence.is_complete = answers.watch()
+    return ChatCall(call, body.logprobs, answers)
 
 
 def _check(body: ChatRequest) -> None:
@@ -85,12 +100,3 @@ def _check(body: ChatRequest) -> None:
     for name in ("max_tokens", "max_completion_tokens"):
         if getattr(body, name) == 0:
             raise RequestError(f"Invalid value for '{name}': must be at least 1.", param=name, code="invalid_value")
-    # Tools can be shown to the model; reading calls out of its answer comes later.
-    if body.tool_choice not in (None, "none", "auto", {}):
-        raise _not_yet("tool_choice")
-    if body.tools and body.tool_choice != "none":
-        raise _not_yet("tools")
-
-
-def _not_yet(param: str) -> RequestError:
-    return RequestError(f"'{param}' is not supported yet.", param=param, code="unsupported_parameter")

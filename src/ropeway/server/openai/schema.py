@@ -89,10 +89,26 @@ class ChatMessage(BaseModel):
 Messages = Annotated[list[ChatMessage], Field(fail_fast=True)]
 
 
+class FunctionSpec(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")
+    description: str | None = None
+    parameters: dict[str, Any] | None = Field(None, description="A JSON schema of type object; absent: no arguments.")
+    strict: bool | None = Field(None, description="Arguments of forced calls obey the schema in any case.")
+
+
+class FunctionTool(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    type: Literal["function"]
+    function: FunctionSpec
+
+
 class TemplateFields(BaseModel):
     """How messages become a prompt."""
 
-    tools: list[dict[str, Any]] | None = None
+    tools: list[FunctionTool] | None = Field(None, max_length=1024)
     add_generation_prompt: bool | None = Field(None, description="Default: unless continue_final_message.")
     continue_final_message: bool = False
     add_special_tokens: bool | None = Field(None, description="Default: false for messages, true for a text.")
@@ -106,6 +122,9 @@ class ChatRequest(GenerationBody, TemplateFields):
     top_logprobs: int | None = Field(None, ge=0)
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
+    thinking_token_budget: int | None = Field(
+        None, ge=0, description="Tokens after which a model that thinks is made to answer; others do not mind."
+    )
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = Field(
         None, description="Given to the chat template."
     )

@@ -10,7 +10,7 @@ from typing import Any
 from starlette.requests import Request
 
 from ropeway.errors import RequestError
-from ropeway.server.openai.messages import encode_chat
+from ropeway.server.openai.messages import render_chat
 from ropeway.server.openai.schema import DetokenizeRequest, TokenizeRequest
 from ropeway.server.service import Service
 
@@ -21,7 +21,8 @@ async def tokenize(service: Service, request: Request) -> dict[str, Any]:
     if body.prompt is not None and body.messages is None:
         ids = await service.tokenizer.encode_async(body.prompt, body.add_special_tokens is not False)
     elif body.messages is not None and body.prompt is None:
-        ids = await encode_chat(service, body.messages, body)
+        text = await render_chat(service, body.messages, body, body.tools)
+        ids = await service.tokenizer.encode_async(text, bool(body.add_special_tokens))
     else:
         raise RequestError("Give either 'prompt' or 'messages'.", param="prompt", code="invalid_value")
     answer: dict[str, Any] = {"count": len(ids), "max_model_len": service.limits.max_model_len, "tokens": ids}

@@ -1,0 +1,75 @@
+"""How the answers of one chat request are read: as its tools and its prompt, and the served model, have it.
+
+Owns: AnswerReader. Must not know: how a family writes calls or thoughts, how an endpoint words a message.
+Called by: chat.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ropeway.server.openai.schema import ChatRequest
+from ropeway.server.openai.tools import ToolUse
+from ropeway.server.output.families import Family
+from ropeway.server.output.message import MessageParser
+from ropeway.server.output.reasoning import ReasoningReader, Thought
+from ropeway.server.service import Service
+from ropeway.server.stream import TextDelta
+from ropeway.server.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerReader:
+    tokenizer: Tokenizer
+    thought: Thought | None  # that the answer may begin with
+    is_thinking: bool  # the prompt has begun the thought
+    use: ToolUse | None  # with calls to be looked for
+    family: Family | None
+    shown_special_ids: frozenset[int]  # the marks that must be in the text
+
+    @classmethod
+    def find(cls, service: Service, body: ChatRequest, use: ToolUse | None, prompt: str) -> AnswerReader:
+        """prompt: as rendered. It says whether a thought has begun, or is over before it could begin."""
+        thought, family = service.output.thought, service.output.family if use else None
+        is_thinking = False
+        if thought is not None:
+            if body.continue_final_message:  # the thought is in the message's own text, or not at all
+                content = body.messages[-1].content
+                text = content if isinstance(content, str) else "".join(str(p.get("text")) for p in content or ())
+                is_thinking = text.rfind(thought.start) > text.rfind(thought.end)
+                thought = thought if is_thinking else None
+            else:
+                is_thinking = prompt.rstrip().endswith(thought.start)
+                thought = None if prompt.rstrip().endswith(thought.end) else thought
+        marks = [*(family.special if family else ()), *((thought.start, thought.end) if thought else ())]
+        ids = {service.tokenizer.token_id(mark) for mark in marks}
+        shown = frozenset(id for id in ids if id is not None) & service.tokenizer.special_ids
+        return cls(service.tokenizer, thought, is_thinking, use, family, shown)
+
+    @property
+    def is_plain(self) -> bool:
+        return self.thought is None and self.family is None
+
+    def parser(self) -> MessageParser:
+        """A new one, for one choice."""
+        return MessageParser(
+            None if self.thought is None else ReasoningReader(self.thought, is_open=self.is_thinking),
+            None if self.use is None or self.family is None else self.use.reader(self.family),
+            self._num_bytes,
+        )
+
+    def watch(self) -> Callable[[TextDelta], bool]:
+        """For one choice: whether its message has got all the calls that it may have."""
+        parser = self.parser()
+
+        def is_complete(delta: TextDelta) -> bool:
+            parser.feed(delta)
+            return parser.is_full
+
+        return is_complete
+
+    def _num_bytes(self, token_id: int) -> int:
+        if token_id in self.tokenizer.special_ids and token_id not in self.shown_special_ids:
+            return 0
+        return len(self.tokenizer.token_bytes(token_id))
