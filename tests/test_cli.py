@@ -278,7 +278,7 @@ def test_bad_certificate_is_one_error(tmp_path: Path) -> None:
 
 
 def test_report_says_what_is_served_and_where(capsys: pytest.CaptureFixture[str]) -> None:
-    ready = EngineReady(8192, 49152, 1000, 16, "float32", "cpu", "LlamaForCausalLM", {"load": 1.25})
+    ready = EngineReady(8192, 49152, 1000, 16, "float32", "cpu", "LlamaForCausalLM", startup_seconds={"load": 1.25})
     ropeway.serve.report("the-model", ready, 3.14, "http://127.0.0.1:8000")
     out = capsys.readouterr().out
     for part in (
