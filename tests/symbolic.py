@@ -7,7 +7,7 @@ which computes one request alone from nothing but its tokens. No torch, microsec
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -72,6 +72,7 @@ class SymbolicRunner:
         self.lazy = lazy
         self.kv: dict[int, tuple[int, int]] = {}  # slot -> (position, token)
         self.rows: dict[int, Row] = {}
+        self.num_copies = 0
         self.is_published: Callable[[int], bool] = lambda block: False
         self.fail_rows: Callable[[SchedulerOutput], dict[int, str]] = lambda plan: {}
         self._queue: deque[tuple[SchedulerOutput, Pending]] = deque()
@@ -114,6 +115,13 @@ class SymbolicRunner:
             )
         for request_id, blocks in plan.new_blocks.items():
             self.rows[request_id].table += blocks
+        for source, target in plan.block_copies:
+            self.copy_block(source, target)
+        targets = [target for _, target in plan.block_copies]
+        assert len(set(targets)) == len(targets), "a block is the target of two copies"
+        assert not set(targets) & {source for source, _ in plan.block_copies}
+        holders = Counter(block for row in self.rows.values() for block in row.table)
+        assert all(holders[target] == 1 for target in targets), "a copy overwrites another's block"
         written: set[int] = set()
         for request_id, epoch, start, count in zip(
             plan.request_ids, plan.epochs, plan.start_positions, plan.num_tokens, strict=True
@@ -128,6 +136,7 @@ class SymbolicRunner:
                 assert block != 0, "the null block belongs to nobody"
                 assert slot not in written, f"slot {slot} is written twice in a step"
                 assert not self.is_published(block), f"block {block} is published and must not change"
+                assert holders[block] == 1, f"block {block} is shared and must not change"
                 written.add(slot)
                 self.kv[slot] = (position, row.tokens[position])
         errors = self.fail_rows(plan)
@@ -145,6 +154,15 @@ class SymbolicRunner:
             row.tokens.append(next_token(self.read(row, end), row.sampling.seed))
             sampled.append([row.tokens[-1]])
         return output
+
+    def copy_block(self, source: int, target: int) -> None:
+        size = self.capacity.block_size
+        assert not self.is_published(target), f"block {target} is published and must not change"
+        for offset in range(size):
+            self.kv.pop(target * size + offset, None)
+            if (held := self.kv.get(source * size + offset)) is not None:
+                self.kv[target * size + offset] = held
+        self.num_copies += 1
 
     def read(self, row: Row, end: int) -> list[int]:
         """The first tokens of a row, out of its blocks."""
@@ -312,8 +330,10 @@ class SymbolicEngine:
         # Every request is in exactly one place and only running ones hold blocks.
         running = {request.request_id for request in scheduler.running}
         waiting = {request.request_id for request in scheduler.waiting}
-        assert not running & waiting
-        assert running | waiting == set(scheduler.requests)
+        forks = {request.request_id for request in scheduler.forks}
+        assert len(running) + len(waiting) + len(forks) == len(scheduler.requests)
+        assert running | waiting | forks == set(scheduler.requests)
+        assert {request.parent.request_id for request in scheduler.forks} <= set(scheduler.requests)
         assert set(kv.tables) == running
         assert len(scheduler.running) == len(running) <= self.setup.max_num_seqs
         assert len(scheduler.waiting) == len(waiting)

@@ -59,11 +59,15 @@ def run_trace(pick: Pick) -> SymbolicEngine:
         action = pick(0, 9)
         if action < 5:
             if engine.max_model_len >= 2:
-                prompt = draw_prompt(pick, engine.max_model_len - 1)
+                prompt, salt = draw_prompt(pick, engine.max_model_len - 1), ("", "a")[pick(0, 4) == 4]
+                parent = pick(0, len(engine.sent)) if pick(0, 3) == 0 else None
+                if parent in engine.sent and pick(0, 9):  # not always the same prompt, which must do no harm
+                    prompt, salt = engine.sent[parent].prompt_token_ids, engine.sent[parent].cache_salt
                 engine.add(
                     prompt,
                     draw_sampling(pick),
-                    cache_salt=("", "a")[pick(0, 4) == 4],
+                    cache_salt=salt,
+                    fork_of=parent,
                     priority=pick(-1, 1),
                     # The clock moves by a few milliseconds per step.
                     deadline=engine.now + 0.01 * pick(0, 10) if pick(0, 9) == 0 else None,
@@ -88,7 +92,7 @@ def run_trace(pick: Pick) -> SymbolicEngine:
 
 @pytest.mark.parametrize("chunk", range(10))
 def test_random_traces(chunk: int) -> None:
-    preemptions = hits = aborts = steps = 0
+    preemptions = hits = aborts = copies = steps = 0
     for seed in range(chunk * 300, (chunk + 1) * 300):
         source = random.Random(seed)
         try:
@@ -99,11 +103,13 @@ def test_random_traces(chunk: int) -> None:
         preemptions += engine.num_preemptions
         hits += engine.num_hits
         aborts += len(engine.aborted)
+        copies += engine.runner.num_copies
         steps += engine.num_steps
     # The traces are only worth something if they reach the hard places.
     assert preemptions > 50
     assert hits > 500
     assert aborts > 20
+    assert copies > 20
     assert steps > 5000
 
 

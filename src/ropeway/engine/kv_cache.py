@@ -26,6 +26,7 @@ class PrefixHit:
 
     block_ids: tuple[int, ...] = ()
     num_tokens: int = 0
+    tail: int | None = None  # another's block: a copy of it, behind block_ids, holds the last of them
 
 
 NO_HIT = PrefixHit()
@@ -58,6 +59,14 @@ class KVCacheManager:
             blocks.append(block)
         return PrefixHit(tuple(blocks), len(blocks) * self.block_size)
 
+    def fork(self, parent: Request) -> PrefixHit:
+        """All that a request with the same prompt can take over from ``parent``, which has computed it: the prompt
+        without its last token, which it computes itself for the sake of the logits."""
+        num_tokens = parent.num_prompt_tokens - 1
+        table, num_full = self.tables[parent.request_id], num_tokens // self.block_size
+        is_cut = num_tokens % self.block_size > 0
+        return PrefixHit(tuple(table[:num_full]), num_tokens, table[num_full] if is_cut else None)
+
     def can_hold(self, num_tokens: int, prefix: PrefixHit, reserve: int) -> bool:
         """Whether a table of num_tokens that begins with prefix could be made now, leaving ``reserve`` blocks free."""
         reused_free = sum(1 for block in prefix.block_ids if self.pool.is_free(block))
@@ -72,7 +81,8 @@ class KVCacheManager:
                 return None
             self.pool.share(prefix.block_ids)
             table = self.tables[request.request_id] = list(prefix.block_ids)
-            self._num_published[request.request_id] = len(table)
+            unpublished = (index for index, block in enumerate(table) if self.pool.hash_of[block] is None)
+            self._num_published[request.request_id] = next(unpublished, len(table))
             new = self.pool.take(self.blocks_for(num_tokens) - len(table))
             table += new
             return table

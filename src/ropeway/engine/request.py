@@ -38,6 +38,8 @@ class Request:
         "num_prompt_tokens",
         "num_scored",
         "num_tokens",
+        "parent",
+        "parent_epoch",
         "priority",
         "prompt_logprobs",
         "queue_deadline",
@@ -73,6 +75,8 @@ class Request:
         self.first_scheduled: float | None = None
         self.num_cached_tokens = 0  # found in the prefix cache when first scheduled
         self.num_preemptions = 0
+        self.parent: Request | None = None  # whose prompt blocks it takes over when it is admitted,
+        self.parent_epoch = -1  # if that is still in this epoch then, and so has them still
         # Log-probabilities of the prompt's tokens so far, until they are told with the first output row; and for how
         # many tokens after the first they are known, told or not.
         self.prompt_logprobs = None if sampling.prompt_logprobs is None else PromptLogprobs(sampling.prompt_logprobs)

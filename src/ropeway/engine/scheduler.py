@@ -12,6 +12,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable
 
+from ropeway.engine.forks import Forks, may_fork, prompt_holder
 from ropeway.engine.kv_cache import KVCacheManager
 from ropeway.engine.policy import SchedulingPolicy
 from ropeway.engine.request import Request, RequestStatus
@@ -45,7 +46,8 @@ class Scheduler:
         self.kv = kv
         self.waiting = policy
         self.running: list[Request] = []  # in order of admission
-        self.requests: dict[int, Request] = {}  # waiting and running
+        self.forks = Forks()  # neither waiting nor running
+        self.requests: dict[int, Request] = {}  # all of them
         self._clock = clock
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
@@ -67,8 +69,12 @@ class Scheduler:
         if message.request_id in self.requests:
             raise ValueError(f"request id {message.request_id} is in use")
         request = Request(message, self._max_model_len)
+        parent = None if message.fork_of is None else self.requests.get(message.fork_of)
         self.requests[request.request_id] = request
-        self.waiting.add(request)
+        if parent is not None and may_fork(request, parent):
+            self.forks.add(request, parent)
+        else:
+            self.waiting.add(request)
         self._changed = True
         self._set_timers(request)
         problem = self._impossible(request)
@@ -101,6 +107,8 @@ class Scheduler:
         """
         if self._timers:
             self._expire()
+        if len(self.forks):
+            self._queue_forks(self.forks.pop_ready())
         plan = SchedulerOutput(self._step_id)
         step = _InFlight()
         rows = step.rows
@@ -172,7 +180,8 @@ class Scheduler:
             request = self.waiting.peek()
             if request is None:
                 break
-            hit = self.kv.lookup(request)
+            parent = prompt_holder(request)
+            hit = self.kv.lookup(request) if parent is None else self.kv.fork(parent)
             if not self.kv.can_hold(request.num_tokens, hit, reserve=len(self.running)):
                 break
             start = hit.num_tokens
@@ -180,6 +189,8 @@ class Scheduler:
             end = start + count
             if self.kv.allocate(request, end, hit) is None:
                 raise AssertionError("the pool promised to hold the whole request")
+            if hit.tail is not None:
+                plan.block_copies.append((hit.tail, self.kv.tables[request.request_id][len(hit.block_ids)]))
             self.waiting.remove(request)
             self._admit(request, start)
             plan.added.append(
@@ -276,6 +287,7 @@ class Scheduler:
     def _admit(self, request: Request, num_cached_tokens: int) -> None:
         self.running.insert(self.waiting.place(request, self.running), request)
         request.status = RequestStatus.RUNNING
+        request.parent = None
         request.num_computed_tokens = num_cached_tokens
         self._num_live_tokens += num_cached_tokens
         if request.first_scheduled is None:
@@ -309,12 +321,18 @@ class Scheduler:
         """Leave for good; the caller has put a row into the outputs."""
         if request.status is RequestStatus.RUNNING:
             self._leave_running(request)
-        else:
+        elif not self.forks.remove(request):
             self.waiting.remove(request)
         request.status = RequestStatus.FINISHED
         del self.requests[request.request_id]
+        self._queue_forks(self.forks.pop_orphans(request))
         self._outputs.finished[request.request_id] = reason
         self._changed = True
+
+    def _queue_forks(self, children: list[Request]) -> None:
+        """They came with their parent, and so before whoever waits now."""
+        for child in reversed(children):
+            self.waiting.requeue(child)
 
     def _leave_running(self, request: Request) -> None:
         self.running.remove(request)
@@ -366,7 +384,7 @@ class Scheduler:
         stats = outputs.stats
         pool = self.kv.pool
         stats.num_running = len(self.running)
-        stats.num_waiting = len(self.waiting)
+        stats.num_waiting = len(self.waiting) + len(self.forks)
         stats.num_blocks = pool.num_usable
         stats.num_used_blocks = pool.num_used
         stats.num_cached_blocks = pool.num_cached

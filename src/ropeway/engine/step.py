@@ -44,6 +44,7 @@ class SchedulerOutput:
     samples: list[bool] = field(default_factory=list)
     new_blocks: dict[int, list[int]] = field(default_factory=dict)  # request id -> appended ids; not for `added` rows
     added: list[NewRow] = field(default_factory=list)  # apply after `removed`
+    block_copies: list[tuple[int, int]] = field(default_factory=list)  # (from, to), before this step writes any KV
     removed: list[int] = field(default_factory=list)  # finished, aborted or preempted request ids: free their rows
     total_tokens: int = 0
 

@@ -16,6 +16,7 @@ import math
 import time
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -92,6 +93,7 @@ class ModelRunner:
         self._model = model
         self._backend = backend
         self._device = device
+        self._kv_cache = kv_cache
         self._kv_layers = [kv_cache[:, layer] for layer in range(kv_cache.shape[1])]
         self.rows = RequestRows(max_num_seqs, max_model_len, block_size, vocab_size, device)
         self.prompts = PromptRows(device)
@@ -113,11 +115,23 @@ class ModelRunner:
         try:
             self.rows.apply(plan)
             self.prompts.apply(plan)
+            if plan.block_copies:
+                self._copy_blocks(plan.block_copies)
             if plan.request_ids:
                 self._launch(plan, step)
         finally:
             self._device.end_step()
         return step
+
+    def _copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
+        cache = self._kv_cache
+        if cache.is_cuda:
+            from ropeway_kernels.block_copy import copy_blocks  # which loads Triton
+
+            copy_blocks(cache, cache, self._device.upload({"pairs": np.array(pairs, dtype=np.int64)})["pairs"])
+        else:
+            for source, target in pairs:
+                cache[target].copy_(cache[source])
 
     def _launch(self, plan: SchedulerOutput, step: PendingStep) -> None:
         padded = 0
