@@ -17,7 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-TESTS = ["test_block_pool.py", "test_kv_cache.py", "test_scheduler.py", "test_symbolic_traces.py", "test_hashing.py"]
+TESTS = [
+    "test_block_pool.py",
+    "test_kv_cache.py",
+    "test_scheduler.py",
+    "test_symbolic_traces.py",
+    "test_hashing.py",
+    "test_forks.py",
+]
 
 
 @dataclass(frozen=True)
@@ -64,6 +71,12 @@ FAULTS = [
     Fault("row bound off by one", "engine/scheduler.py", "len(self.running) < self._max_num_seqs:", "len(self.running) <= self._max_num_seqs:"),
     Fault("next plan does not await the token", "engine/scheduler.py", "                if end + 1 < request.max_num_tokens:  #", "                if False:  #"),
     Fault("aborts while idle are not told", "engine/scheduler.py", "return self._take_outputs() if self._changed else None", "return None"),
+    Fault("a fork's last block is not copied", "engine/scheduler.py", "if hit.tail is not None:", "if False:"),
+    Fault("a fork takes over the block that its parent goes on in", "engine/kv_cache.py", "is_cut = num_tokens % self.block_size > 0", "num_full, is_cut = self.blocks_for(num_tokens), False"),
+    Fault("a fork of a parent that is being computed again", "engine/forks.py", "parent.epoch == child.parent_epoch", "parent.status is RequestStatus.RUNNING"),
+    Fault("forks of another salt", "engine/forks.py", "child.cache_salt == parent.cache_salt", "True"),
+    Fault("forks wait for who has ended", "engine/scheduler.py", "        self._queue_forks(self.forks.pop_orphans(request))\n", ""),
+    Fault("a fork is published as its parent was", "engine/kv_cache.py", "next(unpublished, len(table))", "0"),
     Fault("results taken in reverse", "engine/core.py", "self._in_flight.popleft()", "self._in_flight.pop()"),
 ]  # fmt: skip
 

@@ -215,3 +215,20 @@ def test_a_block_is_one_piece_over_all_layers(decoder):
     assert cache.shape == (5, 3, 2, 2, 8, 4)
     assert cache[2].is_contiguous()
     assert not cache.any()
+
+
+def test_blocks_are_copied_before_the_step_writes(decoder):
+    want = [generate(make_runner(decoder), 0, PROMPTS[0], BLOCKS[0], 4, seed=seed, temperature=1.0) for seed in (1, 2)]
+    runner = make_runner(decoder)
+    first, second = (new_row(i, PROMPTS[0], BLOCKS[i], seed=i + 1, temperature=1.0) for i in range(2))
+    second.block_ids, second.num_computed_tokens = [BLOCKS[0][0], *BLOCKS[1]], 5
+    tokens = [list(runner.execute(plan((0, 0, 6, True), added=[first])).token_ids[0]), []]
+    # The first row goes on in the block that the second one gets a copy of.
+    copies = [(BLOCKS[0][1], BLOCKS[1][0])]
+    step = plan((0, 6, 1, True), (1, 5, 1, True), added=[second], block_copies=copies)
+    for position in (7, 8, 9):
+        for seen, found in zip(tokens, runner.execute(step).token_ids, strict=True):
+            seen += found
+        step = plan((0, position, 1, True), (1, position - 1, 1, True))
+    tokens[1] += runner.execute(plan((1, 8, 1, True))).token_ids[0]
+    assert tokens == want

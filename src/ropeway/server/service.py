@@ -13,7 +13,7 @@ import re
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar, cast
 
 from starlette.datastructures import Headers
@@ -73,40 +73,50 @@ class Sequence:
     request: AddRequest
     stream: RequestStream
     is_complete: Callable[[TextDelta], bool] | None = None  # is asked with each delta: does the answer need no more?
+    prompt: int = 0  # of the call's prompts, the number of its own
 
 
 @dataclass(slots=True)
 class Call:
-    """One client request, checked and tokenised: n sequences for each prompt, in the order of their choices."""
+    """One client request, checked and tokenised: best_of sequences for each prompt, in the order of their choices."""
 
     id: str
     model: str
     created: int  # Unix time
     sequences: list[Sequence]
-    n: int
+    n: int  # choices of each prompt in the answer
+    best_of: int  # sequences of each prompt, of which the n best are the choices; n, as a rule
     stream: bool
     include_usage: bool
     continuous_usage: bool
     return_token_ids: bool
     prompt_report: PromptReport | None = None  # where something is told of the prompts' tokens
 
-    def prompt_of(self, sequence: Sequence) -> int:
-        """The number of its prompt."""
-        return sequence.index // self.n
+    @property
+    def firsts(self) -> list[Sequence]:
+        """The first sequence of each prompt, which computes it."""
+        return self.sequences[:: self.best_of]
 
     async def prompt_ready(self, sequence: Sequence) -> None:
         """Until all is worded that is told of the sequence's prompt: by its first choice, once that has heard of it."""
         assert self.prompt_report is not None
-        prompt = self.prompt_of(sequence)
-        if sequence.index % self.n == 0:
-            request = sequence.request
-            await self.prompt_report.fill(prompt, request.prompt_token_ids, sequence.stream.prompt_logprobs)
+        request = sequence.request
+        if request.fork_of is None:
+            await self.prompt_report.fill(sequence.prompt, request.prompt_token_ids, sequence.stream.prompt_logprobs)
         else:
-            await self.prompt_report.wait(prompt)
+            await self.prompt_report.wait(sequence.prompt)
+
+    def best(self, results: list[tuple[Sequence, TextDelta]]) -> list[tuple[Sequence, TextDelta]]:
+        """Of each prompt's results the n with the greatest mean log-probability, best first, numbered as choices."""
+        chosen = []
+        for begin in range(0, len(results), self.best_of):
+            ranked = sorted(results[begin : begin + self.best_of], key=lambda result: -result[0].stream.mean_logprob)
+            chosen += ranked[: self.n]
+        return [(replace(sequence, index=index), whole) for index, (sequence, whole) in enumerate(chosen)]
 
     def usage(self) -> dict[str, Any]:
-        """As of now. A prompt counts once, however many choices it has."""
-        firsts = self.sequences[:: self.n]
+        """As of now. A prompt counts once, however many choices it has; sequences that were not the best count."""
+        firsts = self.firsts
         prompt = sum(sequence.stream.num_prompt_tokens for sequence in firsts)
         completion = sum(sequence.stream.num_output_tokens for sequence in self.sequences)
         return {
@@ -256,12 +266,14 @@ class Service:
         logprobs: int | None,
         prompt_logprobs: int | None = None,
         shown_special_ids: frozenset[int] = frozenset(),
+        best_of: int | None = None,
     ) -> Call:
         """Check everything that is left to check and build the sequences. Raises RequestError.
 
         prefix: of the answer's id. param: the field that holds the prompt. max_tokens: None takes all there is room
         for. logprobs: None, or how many alternatives per token. prompt_logprobs: the same of the prompts' tokens.
-        shown_special_ids: tokens that the text shows in spite of skip_special_tokens.
+        shown_special_ids: tokens that the text shows in spite of skip_special_tokens. best_of: see
+        Call; None is body.n.
         """
         info, limits = RequestInfo.of(request), self.limits
         stops = stop_strings(body)
@@ -282,10 +294,14 @@ class Service:
             self.metrics.missed("deadline")
             raise deadline_exceeded()
         sequences: list[Sequence] = []
-        for prompt in prompts:
+        per_prompt = body.n if best_of is None else best_of
+        if per_prompt > body.n and logprobs is None:
+            logprobs = 0  # to be ranked by
+        for number, prompt in enumerate(prompts):
             ids = truncated(prompt, body, max_tokens, limits)
             check_prompt_ids(ids, limits, param)
-            for choice in range(body.n):
+            first_id: int | None = None
+            for choice in range(per_prompt):
                 sampling = build_sampling(
                     body,
                     limits,
@@ -306,7 +322,9 @@ class Service:
                     queue_deadline=queue_deadline,
                     tenant=info.key_name or body.user or "",
                     cache_salt=body.cache_salt or "",
+                    fork_of=first_id,
                 )
+                first_id = add.request_id if first_id is None else first_id
                 stream = RequestStream(
                     self.tokenizer,
                     prompt_token_ids=ids,
@@ -318,13 +336,14 @@ class Service:
                     eos_token_ids=limits.eos_token_ids,
                     shown_special_ids=shown_special_ids,
                 )
-                sequences.append(Sequence(len(sequences), add, stream))
+                sequences.append(Sequence(len(sequences), add, stream, prompt=number))
         info.call = Call(
             id=prefix + (body.request_id or info.request_id),
             model=self.names[0],
             created=int(time.time()),
             sequences=sequences,
             n=body.n,
+            best_of=per_prompt,
             stream=body.stream,
             include_usage=bool(options and options.include_usage),
             continuous_usage=bool(options and options.continuous_usage_stats),
@@ -337,7 +356,7 @@ class Service:
     async def respond(self, request: Request, call: Call, view: View) -> Response:
         """Admit and run. Raises RequestError, ClientGone; once a stream has begun, errors go into the stream."""
         info = RequestInfo.of(request)
-        num_prompt_tokens = sum(sequence.stream.num_prompt_tokens for sequence in call.sequences[:: call.n])
+        num_prompt_tokens = sum(sequence.stream.num_prompt_tokens for sequence in call.firsts)
         permit = self.admission.admit(len(call.sequences), num_prompt_tokens)
         self.calls.add(call, info)
 
@@ -359,6 +378,8 @@ class Service:
             leave()
         if self.config.server.timing_headers:
             info.headers.update(_timing_headers(call))
+        if call.best_of > call.n:
+            results = call.best(results)
         return json_response(view.response(results, call.usage()))
 
     async def _stream(self, call: Call, view: View, write: Write) -> None:

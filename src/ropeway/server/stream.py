@@ -71,6 +71,7 @@ class RequestStream:
         self.num_prompt_tokens = len(prompt_token_ids)
         self.num_output_tokens = 0
         self.num_cached_tokens = 0
+        self._sum_logprobs = 0.0
         self.first_scheduled: float | None = None  # time.monotonic(), like the next two
         self.first_token_time: float | None = None
         self.last_token_time: float | None = None
@@ -98,6 +99,7 @@ class RequestStream:
             self.num_output_tokens += len(delta.token_ids)
             if delta.logprobs is None:
                 return TextDelta(self._detokenizer.extend(delta.token_ids), delta.token_ids)
+            self._sum_logprobs += sum(entry.logprob for entry in delta.logprobs)
             pieces = [self._detokenizer.push(token_id) for token_id in delta.token_ids]
             return TextDelta("".join(pieces), delta.token_ids, delta.logprobs, token_texts=pieces)
         out = TextDelta(error=delta.error)
@@ -120,7 +122,13 @@ class RequestStream:
             self._finish(out, FINISH_WORDS[delta.finish_reason], delta.stop_reason)
         if delta.logprobs is not None:
             out.logprobs = delta.logprobs[: len(out.token_texts)]
+            self._sum_logprobs += sum(entry.logprob for entry in delta.logprobs[: len(out.token_ids)])
         return out
+
+    @property
+    def mean_logprob(self) -> float:
+        """Over the tokens that count as generated, where log-probabilities were asked for."""
+        return self._sum_logprobs / max(1, self.num_output_tokens)
 
     def _note(self, delta: TokenDelta, now: float) -> None:
         if delta.num_cached_tokens is not None:

@@ -42,7 +42,12 @@ async def prepare_completion(
     """Check everything and build the call. generates: as for prepare_chat. Raises RequestError."""
     prompts = split_prompts(body.prompt)
     if generates:
-        service.admission.check(len(prompts) * body.n)
+        service.admission.check(len(prompts) * max(body.n, body.best_of or 0))
+    if body.best_of is not None:
+        if body.best_of < body.n:
+            raise _invalid("best_of", f"must not be below n, which is {body.n}")
+        if body.best_of > body.n and body.stream:
+            raise _invalid("best_of", "above n, results cannot be streamed: which are the best is known at the end")
     if body.max_tokens == 0 and not body.echo:
         raise RequestError(
             "Invalid value for 'max_tokens': must be at least 1, unless 'echo' is true.",
@@ -63,6 +68,7 @@ async def prepare_completion(
         max_tokens=DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens,
         logprobs=body.logprobs,
         prompt_logprobs=PromptReport.num_top(body.prompt_logprobs, _echo_logprobs(body)),
+        best_of=body.best_of,
     )
 
 
@@ -76,7 +82,7 @@ def _echoes(service: Service, body: CompletionRequest, call: Call) -> list[Echo]
     if not body.echo:
         return [Echo()] * len(prompts)
     echoes = []
-    for prompt, sequence in zip(prompts, call.sequences[:: call.n], strict=True):
+    for prompt, sequence in zip(prompts, call.firsts, strict=True):
         if isinstance(prompt, str) and body.truncate_prompt_tokens is None:
             echoes.append(Echo(prompt, shows_special_tokens=True))
         else:
@@ -105,7 +111,11 @@ def split_prompts(prompt: Any) -> list[str] | list[list[int]]:
 
 
 def _bad_prompt(reason: str) -> RequestError:
-    return RequestError(f"Invalid value for 'prompt': {reason}.", param="prompt", code="invalid_value")
+    return _invalid("prompt", reason)
+
+
+def _invalid(param: str, reason: str) -> RequestError:
+    return RequestError(f"Invalid value for '{param}': {reason}.", param=param, code="invalid_value")
 
 
 class CompletionView(ChunkView):
@@ -143,7 +153,7 @@ class CompletionView(ChunkView):
         return event(self._event(choice))
 
     def _echo(self, sequence: Sequence) -> str:
-        return self._echoes[self.call.prompt_of(sequence)].text
+        return self._echoes[sequence.prompt].text
 
     def _choice(self, sequence: Sequence, text: str, delta: TextDelta) -> dict[str, Any]:
         index = sequence.index
@@ -162,10 +172,9 @@ class CompletionView(ChunkView):
             choice["prompt_token_ids"] = sequence.request.prompt_token_ids
         if (report := self.call.prompt_report) is None:
             return
-        prompt = self.call.prompt_of(sequence)
-        if (entries := report.entries(prompt)) is not None:
+        if (entries := report.entries(sequence.prompt)) is not None:
             choice["prompt_logprobs"] = entries
-        if (block := report.block(prompt)) is not None:
+        if (block := report.block(sequence.prompt)) is not None:
             generated = choice["logprobs"] or {}
             choice["logprobs"] = {key: column + generated.get(key, []) for key, column in block.items()}
 

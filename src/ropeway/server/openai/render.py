@@ -36,7 +36,7 @@ async def render_completion(service: Service, request: Request) -> list[Json]:
 def _rendered(service: Service, request: Request, call: Call) -> list[Json]:
     """token_ids are those that generation starts from; prompt is their text, special tokens included."""
     result = []
-    for sequence in call.sequences[:: call.n]:
+    for sequence in call.firsts:
         ids = sequence.request.prompt_token_ids
         result.append(
             {

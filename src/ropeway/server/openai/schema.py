@@ -145,6 +145,12 @@ class CompletionRequest(GenerationBody):
     prompt: Annotated[Any, WithJsonSchema(_PROMPT_SCHEMA)]  # completions.py checks it: a union's errors are unreadable
     logprobs: int | None = Field(None, ge=0)
     echo: bool = False
+    best_of: int | None = Field(
+        None,
+        ge=1,
+        le=128,
+        description="So many are generated, and the n with the greatest mean log-probability returned.",
+    )
     add_special_tokens: bool = True
 
 
