@@ -69,6 +69,7 @@ READY = EngineReady(
     dtype="float32",
     device="cpu",
     architecture="LlamaForCausalLM",
+    hidden_size=4,
     startup_seconds={"load": 0.25},
 )
 

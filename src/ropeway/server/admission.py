@@ -57,8 +57,9 @@ class Admission:
         self.num_sequences = 0
         self.num_prompt_tokens = 0
 
-    def check(self, num_sequences: int = 1) -> None:
-        """Refuse what cannot be served now anyway, before any work is spent on it. Raises RequestError (429, 503)."""
+    def check(self, num_sequences: int = 1, param: str = "n") -> None:
+        """Refuse what cannot be served now anyway, before any work is spent on it. param: names what asks for so many
+        sequences. Raises RequestError (429, 503)."""
         if not self._lifecycle.accepting:
             starting = self._lifecycle.phase is Phase.STARTING
             raise _unavailable(
@@ -76,7 +77,7 @@ class Admission:
             raise RequestError(
                 f"This request asks for {num_sequences} sequences (prompts times n); the server takes "
                 f"{self._max_sequences}.",
-                param="n",
+                param=param,
                 code="too_many_sequences",
             )
         if self.num_sequences + num_sequences > self._max_sequences:

@@ -14,12 +14,19 @@ from pydantic.json_schema import models_json_schema
 
 from ropeway.server.anthropic.messages import CountTokensRequest, MessagesRequest
 from ropeway.server.openai.responses import ResponsesRequest
-from ropeway.server.openai.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from ropeway.server.openai.schema import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    EmbeddingRequest,
+    TokenizeRequest,
+)
 
 VALIDATION: Literal["validation"] = "validation"
 BODIES: dict[str, type[BaseModel]] = {
     "/v1/chat/completions": ChatRequest,
     "/v1/completions": CompletionRequest,
+    "/v1/embeddings": EmbeddingRequest,
     "/v1/chat/completions/render": ChatRequest,
     "/v1/completions/render": CompletionRequest,
     "/v1/responses": ResponsesRequest,

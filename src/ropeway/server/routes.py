@@ -17,6 +17,7 @@ from starlette.responses import Response
 from ropeway.server.anthropic.messages import count_tokens, create_message
 from ropeway.server.openai.chat import create_chat_completion
 from ropeway.server.openai.completions import create_completion
+from ropeway.server.openai.embeddings import create_embeddings
 from ropeway.server.openai.errors import json_response
 from ropeway.server.openai.models import describe_model, describe_server, get_model, list_models
 from ropeway.server.openai.render import render_chat, render_completion
@@ -37,6 +38,10 @@ def add_routes(app: FastAPI, service: Service) -> None:
     @app.post("/v1/completions", summary="Text completion", response_model=None)
     async def completions(request: Request) -> Response:
         return await create_completion(service, request)
+
+    @app.post("/v1/embeddings", summary="Embeddings of texts", response_model=None)
+    async def embeddings(request: Request) -> Response:
+        return await create_embeddings(service, request)
 
     @app.post("/v1/chat/completions/render", summary="The prompt of a chat completion, rendered only")
     async def chat_render(request: Request) -> Response:

@@ -225,6 +225,7 @@ class Service:
             vocab_size=ready.vocab_size,
             max_logprobs=self.config.server.max_logprobs,
             eos_token_ids=self.tokenizer.eos_token_ids,
+            hidden_size=ready.hidden_size,
             defaults=self._sampling_defaults,
         )
         self.metrics.mark_ready(ready)
@@ -237,6 +238,10 @@ class Service:
             self.admission.check()
             raise AssertionError("accepting requests without an engine")
         return self._limits
+
+    def new_request_id(self) -> int:
+        """Of one sequence in the engine."""
+        return next(self._request_ids)
 
     # Reading
 
@@ -298,7 +303,7 @@ class Service:
         if per_prompt > body.n and logprobs is None:
             logprobs = 0  # to be ranked by
         for number, prompt in enumerate(prompts):
-            ids = truncated(prompt, body, max_tokens, limits)
+            ids = truncated(prompt, body.truncate_prompt_tokens, max_tokens, limits)
             check_prompt_ids(ids, limits, param)
             first_id: int | None = None
             for choice in range(per_prompt):
@@ -313,7 +318,7 @@ class Service:
                     param=param,
                 )
                 add = AddRequest(
-                    next(self._request_ids),
+                    self.new_request_id(),
                     ids,
                     sampling,
                     info.arrival_time,
@@ -355,32 +360,38 @@ class Service:
 
     async def respond(self, request: Request, call: Call, view: View) -> Response:
         """Admit and run. Raises RequestError, ClientGone; once a stream has begun, errors go into the stream."""
-        info = RequestInfo.of(request)
-        num_prompt_tokens = sum(sequence.stream.num_prompt_tokens for sequence in call.firsts)
-        permit = self.admission.admit(len(call.sequences), num_prompt_tokens)
-        self.calls.add(call, info)
+        if not call.stream:
+            return json_response(view.response(await self.run_whole(request, call), call.usage()))
+        return EventStream(
+            lambda write: self._stream(call, view, write),
+            keepalive_interval=self.config.server.keepalive_interval,
+            on_close=self._enter(request, call),
+            headers={},
+            send=RequestInfo.of(request).send,
+        )
 
-        def leave() -> None:
-            self.calls.remove(call)
-            permit.release()
-
-        if call.stream:
-            return EventStream(
-                lambda write: self._stream(call, view, write),
-                keepalive_interval=self.config.server.keepalive_interval,
-                on_close=leave,
-                headers={},
-                send=info.send,
-            )
+    async def run_whole(self, request: Request, call: Call) -> list[tuple[Sequence, TextDelta]]:
+        """Admit and run to the end: the choices, each with the sum of its deltas. Raises RequestError, ClientGone."""
+        leave = self._enter(request, call)
         try:
             results = await unless_gone(request.receive, self._collect(call))
         finally:
             leave()
         if self.config.server.timing_headers:
-            info.headers.update(_timing_headers(call))
-        if call.best_of > call.n:
-            results = call.best(results)
-        return json_response(view.response(results, call.usage()))
+            RequestInfo.of(request).headers.update(_timing_headers(call))
+        return call.best(results) if call.best_of > call.n else results
+
+    def _enter(self, request: Request, call: Call) -> Callable[[], None]:
+        """Admit; returns what has to be called when the call has ended. Raises RequestError."""
+        num_prompt_tokens = sum(sequence.stream.num_prompt_tokens for sequence in call.firsts)
+        permit = self.admission.admit(len(call.sequences), num_prompt_tokens)
+        self.calls.add(call, RequestInfo.of(request))
+
+        def leave() -> None:
+            self.calls.remove(call)
+            permit.release()
+
+        return leave
 
     async def _stream(self, call: Call, view: View, write: Write) -> None:
         def emit(sequence: Sequence, delta: TextDelta) -> Awaitable[None] | None:

@@ -14,6 +14,7 @@ from starlette.responses import Response
 from ropeway.errors import RequestError
 from ropeway.server.openai.logprobs import CompletionLogprobs
 from ropeway.server.openai.prompt_report import Echo, PromptReport
+from ropeway.server.openai.prompts import split_prompts
 from ropeway.server.openai.schema import CompletionRequest
 from ropeway.server.service import Call, ChunkView, Sequence, Service
 from ropeway.server.sse import TextFrame, event
@@ -40,7 +41,7 @@ async def prepare_completion(
     service: Service, request: Request, body: CompletionRequest, *, generates: bool = True
 ) -> Call:
     """Check everything and build the call. generates: as for prepare_chat. Raises RequestError."""
-    prompts = split_prompts(body.prompt)
+    prompts = split_prompts(body.prompt, "prompt")
     if generates:
         service.admission.check(len(prompts) * max(body.n, body.best_of or 0))
     if body.best_of is not None:
@@ -78,7 +79,7 @@ def _echo_logprobs(body: CompletionRequest) -> int | None:
 
 def _echoes(service: Service, body: CompletionRequest, call: Call) -> list[Echo]:
     """What goes before the choices of each prompt: the client's own text, or the text of the tokens."""
-    prompts = split_prompts(body.prompt)
+    prompts = split_prompts(body.prompt, "prompt")
     if not body.echo:
         return [Echo()] * len(prompts)
     echoes = []
@@ -89,29 +90,6 @@ def _echoes(service: Service, body: CompletionRequest, call: Call) -> list[Echo]
             text = service.tokenizer.decode(sequence.request.prompt_token_ids, body.skip_special_tokens)
             echoes.append(Echo(text, shows_special_tokens=not body.skip_special_tokens))
     return echoes
-
-
-def split_prompts(prompt: Any) -> list[str] | list[list[int]]:
-    """A text, token ids, a list of texts or a list of lists of ids, as a list. Raises RequestError(400)."""
-    if isinstance(prompt, str):
-        prompt = [prompt]
-    if not isinstance(prompt, list):
-        raise _bad_prompt("must be a string, a list of strings, a list of token ids, or a list of such lists")
-    kinds = set(map(type, prompt))
-    if kinds == {int}:  # exactly: true is no token id
-        prompt, kinds = [prompt], {list}
-    if kinds not in ({str}, {list}):
-        raise _bad_prompt("must not be empty" if not kinds else "a list holds texts, token ids or lists of token ids")
-    for item in prompt:
-        if not item:
-            raise RequestError("'prompt' must not be empty.", param="prompt", code="empty_prompt")
-        if isinstance(item, list) and set(map(type, item)) != {int}:
-            raise _bad_prompt("token ids must be integers")
-    return list(prompt)
-
-
-def _bad_prompt(reason: str) -> RequestError:
-    return _invalid("prompt", reason)
 
 
 def _invalid(param: str, reason: str) -> RequestError:

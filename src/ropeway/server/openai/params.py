@@ -29,6 +29,7 @@ class ModelLimits:
     vocab_size: int
     max_logprobs: int
     eos_token_ids: tuple[int, ...]
+    hidden_size: int = 0  # numbers of an embedding
     defaults: Mapping[str, float] = field(default_factory=dict)  # of load_sampling_defaults
 
 
@@ -76,14 +77,13 @@ def check_prompt_ids(ids: Sequence[int], limits: ModelLimits, param: str) -> Non
         raise _invalid(param, f"token ids must be at least 0 and below {limits.vocab_size}, the vocabulary size")
 
 
-def truncated(ids: list[int], body: GenerationBody, max_tokens: int | None, limits: ModelLimits) -> list[int]:
-    """The last tokens of a prompt, as truncate_prompt_tokens asks."""
-    keep = body.truncate_prompt_tokens
+def truncated(ids: list[int], keep: int | None, max_tokens: int | None, limits: ModelLimits) -> list[int]:
+    """The last tokens of a prompt, as truncate_prompt_tokens asks. max_tokens: None leaves room for one."""
     if keep is None:
         return ids
     if keep == 0:
         raise _invalid("truncate_prompt_tokens", "must be -1 or at least 1")
-    return ids[-(keep if keep > 0 else max(1, limits.max_model_len - (max_tokens or 1))) :]
+    return ids[-(keep if keep > 0 else max(1, limits.max_model_len - (1 if max_tokens is None else max_tokens))) :]
 
 
 def build_sampling(

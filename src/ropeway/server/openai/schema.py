@@ -154,6 +154,19 @@ class CompletionRequest(GenerationBody):
     add_special_tokens: bool = True
 
 
+class EmbeddingRequest(Body):
+    """``user``, ``dimensions`` and ``encoding_format`` are OpenAI's; the rest are extensions."""
+
+    input: Annotated[Any, WithJsonSchema({**_PROMPT_SCHEMA, "title": "Input"})]  # embeddings.py checks it
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: int | None = Field(None, ge=1, description="The first so many, brought back to length 1.")
+    user: str | None = None
+    pooling: Literal["mean", "last"] = Field("mean", description="Of the hidden states of the input's tokens.")
+    add_special_tokens: bool = True
+    truncate_prompt_tokens: int | None = Field(None, ge=-1, description="Keep the last k; -1: as many as fit.")
+    cache_salt: str | None = Field(None, max_length=1024)
+
+
 class TokenizeRequest(Body, TemplateFields):
     """A text, or messages."""
 
