@@ -82,7 +82,6 @@ BAD_FIELDS: list[tuple[str, Any]] = [
     ("model", 5),
 ]
 NOT_YET: list[tuple[str, Any]] = [
-    ("suffix", "end"),
     ("response_format", {"type": "json_object"}),
     ("structured_outputs", {"regex": "a"}),
     ("guided_json", {"type": "object"}),

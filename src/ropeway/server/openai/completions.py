@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ropeway.errors import RequestError
+from ropeway.server.openai.infill import Infill
 from ropeway.server.openai.logprobs import CompletionLogprobs
 from ropeway.server.openai.prompt_report import Echo, PromptReport
 from ropeway.server.openai.prompts import split_prompts
@@ -41,7 +42,7 @@ async def prepare_completion(
     service: Service, request: Request, body: CompletionRequest, *, generates: bool = True
 ) -> Call:
     """Check everything and build the call. generates: as for prepare_chat. Raises RequestError."""
-    prompts = split_prompts(body.prompt, "prompt")
+    prompts = split_prompts(body.prompt, "prompt", may_be_empty=bool(body.suffix))
     if generates:
         service.admission.check(len(prompts) * max(body.n, body.best_of or 0))
     if body.best_of is not None:
@@ -55,11 +56,11 @@ async def prepare_completion(
             param="max_tokens",
             code="invalid_value",
         )
-    tokenizer = service.tokenizer
-    encoded = [
-        await tokenizer.encode_async(prompt, body.add_special_tokens) if isinstance(prompt, str) else prompt
-        for prompt in prompts
-    ]
+    if body.suffix:
+        encoded = await _encode_infill(service, body, prompts)
+    else:
+        encode = service.tokenizer.encode_async
+        encoded = [await encode(p, body.add_special_tokens) if isinstance(p, str) else p for p in prompts]
     return service.make_call(
         request,
         body,
@@ -73,15 +74,35 @@ async def prepare_completion(
     )
 
 
+async def _encode_infill(
+    service: Service, body: CompletionRequest, prompts: list[str] | list[list[int]]
+) -> list[list[int]]:
+    """Prompts that ask for what stands before body.suffix. The model's ends of such an answer become stop tokens."""
+    infill = Infill.find(service.tokenizer)
+    if infill is None:
+        raise RequestError(
+            "'suffix': this model's vocabulary has no tokens for filling in the middle.",
+            param="suffix",
+            code="unsupported_parameter",
+        )
+    for param in ("echo", "truncate_prompt_tokens"):
+        if getattr(body, param):
+            raise _invalid(param, "cannot be used together with 'suffix'")
+    if not body.ignore_eos:
+        body.stop_token_ids = [*(body.stop_token_ids or []), *infill.end_token_ids]
+    assert body.suffix is not None
+    return [await infill.prompt_ids(prompt, body.suffix, body.add_special_tokens) for prompt in prompts]
+
+
 def _echo_logprobs(body: CompletionRequest) -> int | None:
     return body.logprobs if body.echo else None
 
 
 def _echoes(service: Service, body: CompletionRequest, call: Call) -> list[Echo]:
     """What goes before the choices of each prompt: the client's own text, or the text of the tokens."""
-    prompts = split_prompts(body.prompt, "prompt")
     if not body.echo:
-        return [Echo()] * len(prompts)
+        return [Echo()] * len(call.firsts)
+    prompts = split_prompts(body.prompt, "prompt")
     echoes = []
     for prompt, sequence in zip(prompts, call.firsts, strict=True):
         if isinstance(prompt, str) and body.truncate_prompt_tokens is None:

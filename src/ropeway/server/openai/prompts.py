@@ -10,8 +10,9 @@ from typing import Any
 from ropeway.errors import RequestError
 
 
-def split_prompts(value: Any, param: str) -> list[str] | list[list[int]]:
-    """A text, token ids, a list of texts or a list of lists of ids, as a list. Raises RequestError(400)."""
+def split_prompts(value: Any, param: str, *, may_be_empty: bool = False) -> list[str] | list[list[int]]:
+    """A text, token ids, a list of texts or a list of lists of ids, as a list. may_be_empty: a text may. Raises
+    RequestError(400)."""
 
     def bad(reason: str, code: str = "invalid_value") -> RequestError:
         return RequestError(f"Invalid value for '{param}': {reason}.", param=param, code=code)
@@ -26,7 +27,7 @@ def split_prompts(value: Any, param: str) -> list[str] | list[list[int]]:
     if kinds not in ({str}, {list}):
         raise bad("must not be empty" if not kinds else "a list holds texts, token ids or lists of token ids")
     for item in value:
-        if not item:
+        if not item and not (may_be_empty and isinstance(item, str)):
             raise RequestError(f"'{param}' must not be empty.", param=param, code="empty_prompt")
         if isinstance(item, list) and set(map(type, item)) != {int}:
             raise bad("token ids must be integers")

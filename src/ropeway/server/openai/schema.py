@@ -145,6 +145,7 @@ class CompletionRequest(GenerationBody):
     prompt: Annotated[Any, WithJsonSchema(_PROMPT_SCHEMA)]  # completions.py checks it: a union's errors are unreadable
     logprobs: int | None = Field(None, ge=0)
     echo: bool = False
+    suffix: str | None = Field(None, description="What follows the answer; for models that fill in the middle.")
     best_of: int | None = Field(
         None,
         ge=1,
