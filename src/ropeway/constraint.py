@@ -40,20 +40,18 @@ class _Wrapped:
             self._id_of.pop(tokens[id], None)
         self._longest = max(map(len, self._id_of), default=1)
 
-    def __call__(self, text: bytes) -> list[int]:
-        """Token ids whose bytes are exactly ``text``: as the tokenizer itself would cut it, if that is exact (some put
-        a space before the first word), else the longest token first."""
+    def __call__(self, text: str) -> list[int]:
+        """Token ids whose bytes are exactly those of ``text``: as the tokenizer itself would cut it, if that is exact
+        (some put a space before the first word), else the longest token first."""
+        wanted = text.encode()
         if self._encode is not None:
-            try:
-                ids = list(self._encode(text.decode()))
-            except UnicodeDecodeError:
-                ids = []
-            if b"".join(self.tokens[id] for id in ids) == text:
+            ids = list(self._encode(text))
+            if b"".join(self.tokens[id] for id in ids) == wanted:
                 return ids
         ids, start = [], 0
-        while start < len(text):
-            for end in range(min(len(text), start + self._longest), start, -1):
-                if (id := self._id_of.get(text[start:end])) is not None:
+        while start < len(wanted):
+            for end in range(min(len(wanted), start + self._longest), start, -1):
+                if (id := self._id_of.get(wanted[start:end])) is not None:
                     ids.append(id)
                     start = end
                     break

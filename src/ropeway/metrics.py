@@ -41,6 +41,7 @@ REQUEST_BUCKETS = (
     0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680,
 )  # fmt: skip
 STEP_TOKEN_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+GRAMMAR_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)
 OVERLOAD = (("429", "queue_full"), ("429", "token_queue_full"), ("503", "draining"), ("503", "engine_dead"))
 PAGE_SECONDS = 0.1  # some routers scrape 20 times a second
 LABELS = ("model_name", "engine")
@@ -181,6 +182,17 @@ class Metrics:
         self._blocks_cached = Gauge(
             "ropeway_kv_blocks_cached", "Free KV blocks that hold a cached prefix.", registry=registry
         )
+        self._grammar_seconds = Histogram(
+            "ropeway_grammar_compile_seconds",
+            "Time to try a grammar that was not known yet.",
+            buckets=GRAMMAR_BUCKETS,
+            registry=registry,
+        )
+        self._grammar_refusals = Counter(
+            "ropeway_grammar_refusals", "Grammars that were refused.", ("cause",), registry=registry
+        )
+        for cause in ("invalid", "timeout", "crash", "queue_full"):
+            self._grammar_refusals.labels(cause)
         self._recomputed = Counter(
             "ropeway_recomputed_tokens", "Computed tokens thrown away by preemptions.", registry=registry
         )

@@ -1,0 +1,228 @@
+"""Tries each grammar in a process of its own before a request with it is admitted.
+
+Owns: that process, its limits of time and memory, the queue before it, what is remembered of earlier tries. Must not
+know: HTTP, where a grammar came from. Called by: service (check, once per request with a grammar; close).
+
+A grammar is somebody else's program. Compiling one may take minutes, gigabytes or the whole stack, and cannot be
+interrupted; a process can be killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import multiprocessing
+import os
+import random
+import re
+import resource
+import signal
+import threading
+import time
+from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Any
+
+from ropeway.constraint import RefusedGrammarError, compile_grammar, make_tokenizer, reason_of
+from ropeway.errors import RequestError
+from ropeway.metrics import Metrics
+from ropeway.server.grammar import GrammarError
+from ropeway.vocabulary import Vocabulary
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+TIME_LIMIT = 0.75  # seconds a try may run, so that two hostile ones in a row are refused within two seconds
+START_LIMIT = 30.0  # seconds for the process to import and to take in the vocabulary
+MEMORY_LIMIT = 2**30  # bytes of address space beside what it has when it starts
+STACK_BYTES = 2**20  # less than any stack in the engine: what overflows, overflows here
+NICENESS = 5
+TRIED_TOKENS = 16  # generated at random after compiling: what is too complex to run shows at once
+MAX_QUEUED = 16
+MAX_REMEMBERED = 512
+_GBNF = re.compile(r'%gbnf ("(?:[^"\\]|\\.)*")')
+
+
+class GrammarChecker:
+    """One per server. The process is started when it is first needed, and again after it was killed."""
+
+    def __init__(self, vocabulary: Vocabulary, metrics: Metrics) -> None:
+        self._vocabulary = vocabulary
+        self._metrics = metrics
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")  # talks to the process; its queue is ours
+        self._tries: dict[bytes, asyncio.Future[str]] = {}  # queued or running, by hash of the source
+        self._known: OrderedDict[bytes, str | GrammarError] = OrderedDict()  # "" where the source was good as it was
+        self._process: multiprocessing.process.BaseProcess | None = None
+        self._pipe: Connection | None = None
+
+    async def check(self, source: str) -> str:
+        """The grammar in the form that the engine takes. Requests with the same source share one try.
+
+        Raises GrammarError with the reason, or RequestError(429) when too many wait.
+        """
+        key = hashlib.sha256(source.encode()).digest()
+        known = self._known.get(key)
+        if known is None:
+            if (running := self._tries.get(key)) is None:
+                if len(self._tries) > MAX_QUEUED:
+                    self._metrics.grammar_refused("queue_full")
+                    raise RequestError(
+                        "Too many grammars are waiting to be compiled.",
+                        status=429,
+                        type="rate_limit_error",
+                        code="grammar_queue_full",
+                        headers={"Retry-After": "1"},
+                    )
+                running = self._tries[key] = asyncio.get_running_loop().run_in_executor(self._thread, self._try, source)
+                running.add_done_callback(lambda done: self._remember(key, done))
+            try:
+                known = await asyncio.shield(running)  # one client that leaves does not take it from the others
+            except GrammarError as error:
+                known = error
+        else:
+            self._known.move_to_end(key)
+        if isinstance(known, GrammarError):
+            raise GrammarError(str(known))
+        return known or source
+
+    def _remember(self, key: bytes, done: asyncio.Future[str]) -> None:
+        del self._tries[key]
+        if done.cancelled():
+            return
+        error = done.exception()
+        if error is None or isinstance(error, GrammarError):
+            self._known[key] = done.result() if error is None else error
+            if len(self._known) > MAX_REMEMBERED:
+                self._known.popitem(last=False)
+
+    def close(self) -> None:
+        """End the process, also in the middle of a try."""
+        if self._process is not None:
+            self._process.kill()
+        self._thread.shutdown(cancel_futures=True)
+        self._forget_process()
+
+    # In the thread
+
+    def _try(self, source: str) -> str:
+        """Empty if the source is good as it is, else what it was translated to. Raises GrammarError."""
+        if self._pipe is None:
+            self._start()
+        assert self._pipe is not None
+        began = time.monotonic()
+        cause, answer = "crash", "it takes too much memory or is nested too deeply"
+        with contextlib.suppress(EOFError, OSError):
+            self._pipe.send(source)
+            if self._pipe.poll(TIME_LIMIT):
+                cause, answer = self._pipe.recv()
+            else:
+                cause, answer = "timeout", f"it takes longer than {TIME_LIMIT} s to compile"
+        self._metrics.grammar_compiled(time.monotonic() - began)
+        if cause in ("crash", "timeout"):
+            self._forget_process()
+        if cause:
+            self._metrics.grammar_refused(cause)
+            raise GrammarError(answer)
+        return "" if answer == source else str(answer)
+
+    def _start(self) -> None:
+        """Not before the process is ready: its start is not the grammar's time."""
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=run_checker, args=(theirs,), name="ropeway-grammar", daemon=True)
+        self._process.start()
+        theirs.close()
+        vocabulary = self._vocabulary
+        tokens = vocabulary.all_token_bytes()
+        try:
+            self._pipe.send((tokens, sorted(vocabulary.special_ids), vocabulary.eos_token_ids))
+            if not self._pipe.poll(START_LIMIT):
+                raise TimeoutError
+            self._pipe.recv()
+        except (OSError, EOFError) as error:
+            self._forget_process()
+            raise RuntimeError("the process that compiles grammars could not start") from error
+
+    def _forget_process(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.join()
+            self._process = None
+        if self._pipe is not None:
+            self._pipe.close()
+            self._pipe = None
+
+
+# In the process
+
+
+def run_checker(pipe: Connection) -> None:
+    """Main of the process: a vocabulary first, then sources, each answered with (cause of refusal or "", text)."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # these reach the whole group, and the server may still drain
+        signal.signal(number, signal.SIG_IGN)
+    with contextlib.suppress(EOFError, OSError):  # the server is gone
+        tokens, special_ids, eos_token_ids = pipe.recv()
+        tokenizer = make_tokenizer(tokens, special_ids, eos_token_ids, num_ids=len(tokens))
+        _limit_memory()
+        pipe.send("ready")
+        os.nice(NICENESS)  # not sooner: whoever asked first waits for the start
+        threading.stack_size(STACK_BYTES)
+        threads = ThreadPoolExecutor(1)
+        while True:
+            source = pipe.recv()
+            signal.setitimer(signal.ITIMER_REAL, 4 * TIME_LIMIT)  # kills this process if the server no longer can
+            answer = threads.submit(try_grammar, tokenizer, source).result()
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            pipe.send(answer)
+    os._exit(0)
+
+
+def try_grammar(tokenizer: LLTokenizer, source: str) -> tuple[str, str]:
+    """(cause of refusal, reason), or ("", the grammar for the engine)."""
+    try:
+        source = _GBNF.sub(lambda found: f"%lark {{\n{_translate(json.loads(found[1]))}\n}}", source)
+        _walk(compile_grammar(tokenizer, source))
+    except RefusedGrammarError as error:
+        return "invalid", str(error)
+    return "", source
+
+
+def _translate(gbnf: str) -> str:
+    from llguidance.gbnf_to_lark import gbnf_to_lark
+
+    try:
+        return str(gbnf_to_lark(gbnf))
+    except RecursionError:
+        raise RefusedGrammarError("it is nested too deeply") from None
+    except Exception as error:  # the translator raises its own kinds, and bare ones
+        raise RefusedGrammarError(str(error)[:500] or "it cannot be read") from None
+
+
+def _walk(matcher: LLMatcher) -> None:
+    """Generate a few tokens at random. Raises RefusedGrammarError if nothing can be, or it takes too much."""
+    choose = random.Random(0)
+    for _ in range(TRIED_TOKENS):
+        mask = int.from_bytes(matcher.compute_bitmask(), "little")
+        if matcher.is_error():
+            raise RefusedGrammarError(f"it is too complex: {reason_of(matcher)}")
+        if matcher.is_stopped():  # before anything was consumed, or it would have ended below
+            raise RefusedGrammarError("no text can satisfy it")
+        start = choose.randrange(mask.bit_length())
+        rest = mask >> start or mask << 0
+        token = (rest & -rest).bit_length() - 1 + (start if mask >> start else 0)
+        if not matcher.consume_token(token):
+            raise RefusedGrammarError(f"it is too complex: {reason_of(matcher)}")
+        if matcher.is_stopped():
+            return
+
+
+def _limit_memory() -> None:
+    pages = int(open("/proc/self/statm").read().split()[0]) if os.path.exists("/proc/self/statm") else 0
+    limit = pages * resource.getpagesize() + MEMORY_LIMIT
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
+__all__ = ["GrammarChecker", "run_checker"]
