@@ -33,6 +33,7 @@ class Script:
     num_cached_tokens: int = 0
     error_after: int | None = None  # after so many tokens the sequence fails alone
     embedding: Sequence[float] = ()
+    complete_after: int | None = None  # with so many tokens its grammar is complete
 
 
 class FakeEngineClient:
@@ -117,7 +118,9 @@ class FakeEngineClient:
                 delta.logprobs.append(script.logprobs(token, sampling.logprobs))
             if number >= sampling.min_tokens and token in sampling.stop_token_ids:
                 delta.finish_reason, delta.stop_reason = FinishReason.STOP, token
-            elif number >= sampling.min_tokens and token in sampling.eos_token_ids and not sampling.ignore_eos:
+            elif number == script.complete_after or (
+                number >= sampling.min_tokens and token in sampling.eos_token_ids and not sampling.ignore_eos
+            ):
                 delta.finish_reason = FinishReason.STOP
             elif number == sampling.max_tokens:
                 delta.finish_reason = FinishReason.LENGTH

@@ -105,7 +105,9 @@ def compile_grammar(tokenizer: LLTokenizer, source: str) -> LLMatcher:
 
 def reason_of(matcher: LLMatcher) -> str:
     """Why a matcher is in error, without llguidance's places in a text that the client never saw."""
-    text = matcher.get_error().partition("\n<state>")[0]
-    text = re.sub(r"^at \d+\(\d+\): ", "", text)
+    text = re.split(r"\n<(?:state|non-verbose)", matcher.get_error())[0]
+    text = re.sub(r"^at \d+\(\d+\): |failed to compile JSON schema: ", "", text)
     text = re.sub(r"(?m)^\s*\d+ \|.*\n?|^\s*\^+\s*$\n?", "", text)
+    if keys := re.match(r"Unimplemented keys: \[(.*)\]", text):
+        return f"the JSON schema keywords {keys[1]} are not supported"
     return " ".join(text.split())[:500] or "it is too complex"

@@ -312,6 +312,13 @@ class Metrics:
         """A request ran out of its time: "queue_timeout" or "deadline"."""
         self._missed[limit].inc()
 
+    def grammar_compiled(self, seconds: float) -> None:
+        """A grammar was tried, whatever came of it."""
+        self._grammar_seconds.observe(seconds)
+
+    def grammar_refused(self, cause: str) -> None:
+        self._grammar_refusals.labels(cause).inc()
+
     def set_restarts(self, total: int) -> None:
         self._restarts.inc(max(0, total - self._known_restarts))
         self._known_restarts = max(total, self._known_restarts)

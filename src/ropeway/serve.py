@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
     from ropeway.engine.step import Executor
     from ropeway.server.health import Lifecycle
+    from ropeway.server.service import Service
     from ropeway.server.tokenizer import Tokenizer
 
 logger = logging.getLogger("ropeway")
@@ -90,6 +91,7 @@ class _Replica:
         self._http: uvicorn.Server | None = None
         self._http_task: asyncio.Task[None] | None = None
         self._lifecycle: Lifecycle | None = None
+        self._service: Service | None = None
         self._on_step: Callable[[StepOutputs], None] = lambda outputs: None  # the metrics', once they are there
 
     async def run(self) -> int:
@@ -160,6 +162,7 @@ class _Replica:
         self._on_step = metrics.on_step
         self._lifecycle = Lifecycle(self._config.server.drain_notice)
         app = create_app(self._config, client, tokenizer, metrics, lifecycle=self._lifecycle, model_folder=folder)
+        self._service = app.state.service
         self._gate.app = app
         return app
 
@@ -180,6 +183,8 @@ class _Replica:
         if self._http is not None and self._http_task is not None:
             self._http.should_exit = True
             await asyncio.gather(self._http_task, return_exceptions=True)
+        if self._service is not None:
+            await _in_thread(self._service.close)
         if self._client is not None:
             await self._client.close()
 

@@ -82,11 +82,6 @@ BAD_FIELDS: list[tuple[str, Any]] = [
     ("model", 5),
 ]
 NOT_YET: list[tuple[str, Any]] = [
-    ("response_format", {"type": "json_object"}),
-    ("structured_outputs", {"regex": "a"}),
-    ("guided_json", {"type": "object"}),
-    ("guided_choice", ["a", "b"]),
-    ("bad_words", ["x"]),
     ("service_tier", "flex"),
     ("store", True),
     ("functions", [{"name": "f"}]),

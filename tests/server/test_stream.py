@@ -37,7 +37,10 @@ def run(
     stop_reason: int | None = None,
     **options: Any,
 ) -> tuple[RequestStream, list[TextDelta]]:
-    """Feed ``ids`` in deltas of these sizes, in turn; the reason comes with the last."""
+    """Feed ``ids`` in deltas of these sizes, in turn; the reason comes with the last. Unless told otherwise, the token of
+    a STOP is the model's end token."""
+    if finish is FinishReason.STOP and stop_reason is None:
+        options.setdefault("eos_token_ids", tuple(ids[-1:]))
     stream = RequestStream(tokenizer, prompt_token_ids=options.pop("prompt_token_ids", [5]), **options)
     deltas = []
     at = index = 0
@@ -342,6 +345,12 @@ def test_end_of_sequence_is_counted_and_never_shown() -> None:
             assert deltas[-1].logprobs == []
     # With ignore_eos it is a token like others.
     assert play(tokenizer, [2, 0, 3], skip_special_tokens=False, eos_token_ids=(0,)).text == "a<e>b"
+
+
+def test_the_token_that_completes_a_grammar_is_shown() -> None:
+    stream, deltas = run(alphabet(), [2, 3], FinishReason.STOP, eos_token_ids=(0,), stop=["xyz"])
+    assert result(stream, deltas) == Result("ab", "stop", None, 2)
+    assert [len(delta.logprobs or []) for delta in deltas] == [1, 1]
 
 
 def test_stop_token_of_the_client() -> None:

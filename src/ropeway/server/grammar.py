@@ -121,9 +121,23 @@ def check_nesting(value: Any) -> None:
 
 
 def _check_schema(schema: dict[str, Any]) -> None:
-    """What llguidance would take without holding to it."""
+    """Refuse what llguidance would take without holding to it."""
     if "x-guidance" in schema:
         raise GrammarError("the keyword 'x-guidance' is not supported")
+    level: list[Any] = [schema]
+    while level:
+        for part in level:
+            # Names that the schema does not list may come twice, and then count once.
+            if isinstance(part, dict) and isinstance(least := part.get("minProperties"), int | float):
+                required = part.get("required")
+                if least > max(1, len(required) if isinstance(required, list) else 0):
+                    raise GrammarError("'minProperties' above 1 needs as many names in 'required'")
+        level = [
+            inner
+            for part in level
+            if isinstance(part, dict | list)
+            for inner in (part.values() if isinstance(part, dict) else part)
+        ]
 
 
 def _bounded(text: str) -> str:

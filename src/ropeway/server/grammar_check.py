@@ -24,7 +24,8 @@ import time
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ropeway.constraint import RefusedGrammarError, compile_grammar, make_tokenizer, reason_of
 from ropeway.errors import RequestError
@@ -109,8 +110,7 @@ class GrammarChecker:
 
     def _try(self, source: str) -> str:
         """Empty if the source is good as it is, else what it was translated to. Raises GrammarError."""
-        if self._pipe is None:
-            self._start()
+        self._start()
         assert self._pipe is not None
         began = time.monotonic()
         cause, answer = "crash", "it takes too much memory or is nested too deeply"
@@ -123,13 +123,17 @@ class GrammarChecker:
         self._metrics.grammar_compiled(time.monotonic() - began)
         if cause in ("crash", "timeout"):
             self._forget_process()
+            self._thread.submit(self._start)  # in its turn: behind the answer, before the next try that waits
         if cause:
             self._metrics.grammar_refused(cause)
             raise GrammarError(answer)
         return "" if answer == source else str(answer)
 
     def _start(self) -> None:
-        """Not before the process is ready: its start is not the grammar's time."""
+        """Returns when the process is ready: its start is not the grammar's time. Nothing to do if there is one."""
+        if self._process is not None and self._process.is_alive():
+            return
+        self._forget_process()
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=run_checker, args=(theirs,), name="ropeway-grammar", daemon=True)
@@ -161,8 +165,7 @@ class GrammarChecker:
 
 def run_checker(pipe: Connection) -> None:
     """Main of the process: a vocabulary first, then sources, each answered with (cause of refusal or "", text)."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # these reach the whole group, and the server may still drain
-        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it reaches the whole group, and the server may still drain
     with contextlib.suppress(EOFError, OSError):  # the server is gone
         tokens, special_ids, eos_token_ids = pipe.recv()
         tokenizer = make_tokenizer(tokens, special_ids, eos_token_ids, num_ids=len(tokens))
@@ -206,13 +209,13 @@ def _walk(matcher: LLMatcher) -> None:
     choose = random.Random(0)
     for _ in range(TRIED_TOKENS):
         mask = int.from_bytes(matcher.compute_bitmask(), "little")
+        if matcher.stop_reason().startswith("NoExtension"):
+            raise RefusedGrammarError("no text can satisfy it")
         if matcher.is_error():
             raise RefusedGrammarError(f"it is too complex: {reason_of(matcher)}")
-        if matcher.is_stopped():  # before anything was consumed, or it would have ended below
-            raise RefusedGrammarError("no text can satisfy it")
         start = choose.randrange(mask.bit_length())
-        rest = mask >> start or mask << 0
-        token = (rest & -rest).bit_length() - 1 + (start if mask >> start else 0)
+        rest = mask >> start  # not empty: the highest bit is set
+        token = start + (rest & -rest).bit_length() - 1
         if not matcher.consume_token(token):
             raise RefusedGrammarError(f"it is too complex: {reason_of(matcher)}")
         if matcher.is_stopped():
@@ -220,9 +223,10 @@ def _walk(matcher: LLMatcher) -> None:
 
 
 def _limit_memory() -> None:
-    pages = int(open("/proc/self/statm").read().split()[0]) if os.path.exists("/proc/self/statm") else 0
-    limit = pages * resource.getpagesize() + MEMORY_LIMIT
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    with contextlib.suppress(OSError):  # no /proc: no limit beside the time
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        limit = pages * resource.getpagesize() + MEMORY_LIMIT
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
 __all__ = ["GrammarChecker", "run_checker"]

@@ -27,12 +27,15 @@ from ropeway.errors import EngineDeadError, RequestError
 from ropeway.metrics import Metrics
 from ropeway.protocol import AddRequest, EngineReady
 from ropeway.server.admission import Admission
+from ropeway.server.grammar import GrammarError
+from ropeway.server.grammar_check import GrammarChecker
 from ropeway.server.health import Lifecycle
-from ropeway.server.openai.errors import error_body, internal_error, json_response, parse_object
+from ropeway.server.openai.errors import error_body, internal_error, json_response, parse_object, refused_grammar
 from ropeway.server.openai.params import (
     ModelLimits,
     build_sampling,
     check_prompt_ids,
+    split_bad_words,
     stop_strings,
     truncated,
 )
@@ -210,12 +213,17 @@ class Service:
         self.created = int(time.time())
         self.admission = Admission(config.server, lifecycle, lambda: client.health)
         self.calls = LiveCalls()
+        self._grammars = GrammarChecker(tokenizer.vocabulary, metrics)
         self.output = OutputFormat.find(
             tokenizer.chat_template_text, config.model.tool_call_parser, config.model.reasoning_parser
         )
         self._sampling_defaults = sampling_defaults
         self._limits: ModelLimits | None = None
         self._request_ids = itertools.count(1)
+
+    def close(self) -> None:
+        """Stop what runs beside the event loop."""
+        self._grammars.close()
 
     def mark_ready(self, ready: EngineReady) -> None:
         """The engine has started: requests are accepted from now on."""
@@ -259,7 +267,7 @@ class Service:
             RequestInfo.of(request).headers["X-Ropeway-Ignored-Fields"] = ", ".join(safe)
         return body
 
-    def make_call(
+    async def make_call(
         self,
         request: Request,
         body: GenerationBody,
@@ -272,13 +280,16 @@ class Service:
         prompt_logprobs: int | None = None,
         shown_special_ids: frozenset[int] = frozenset(),
         best_of: int | None = None,
+        grammar: str = "",
+        grammar_param: str = "response_format",
     ) -> Call:
         """Check everything that is left to check and build the sequences. Raises RequestError.
 
         prefix: of the answer's id. param: the field that holds the prompt. max_tokens: None takes all there is room
         for. logprobs: None, or how many alternatives per token. prompt_logprobs: the same of the prompts' tokens.
         shown_special_ids: tokens that the text shows in spite of skip_special_tokens. best_of: see
-        Call; None is body.n.
+        Call; None is body.n. grammar: of server.grammar.grammar(), to be tried first; grammar_param: the field to blame
+        if it is refused.
         """
         info, limits = RequestInfo.of(request), self.limits
         stops = stop_strings(body)
@@ -298,6 +309,12 @@ class Service:
         if deadline is not None and deadline <= self.clock():
             self.metrics.missed("deadline")
             raise deadline_exceeded()
+        bad_words = split_bad_words(body.bad_words or [], self.tokenizer.encode)
+        if grammar:
+            try:
+                grammar = await self._grammars.check(grammar)
+            except GrammarError as error:
+                raise refused_grammar(error, grammar_param) from None
         sequences: list[Sequence] = []
         per_prompt = body.n if best_of is None else best_of
         if per_prompt > body.n and logprobs is None:
@@ -316,6 +333,8 @@ class Service:
                     prompt_logprobs=prompt_logprobs if choice == 0 else None,
                     choice=choice,
                     param=param,
+                    bad_words=bad_words,
+                    grammar=grammar,
                 )
                 add = AddRequest(
                     self.new_request_id(),

@@ -146,8 +146,9 @@ class RequestStream:
         """Whether the delta's last token ended the sequence and is not to be seen."""
         if delta.finish_reason is not FinishReason.STOP or not delta.token_ids:
             return False
-        wanted = self._include_stop and delta.stop_reason is not None
-        return not wanted or delta.token_ids[-1] in self._eos_token_ids
+        if delta.token_ids[-1] in self._eos_token_ids:
+            return True
+        return delta.stop_reason is not None and not self._include_stop  # else it completed the grammar
 
     def _advance(self, out: TextDelta, piece: str) -> bool:
         """Take ``piece`` as the next text and release what is certain; true if it completed a stop string."""

@@ -13,11 +13,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ropeway.errors import RequestError
+from ropeway.server.grammar import grammar
 from ropeway.server.openai.answers import AnswerReader
 from ropeway.server.openai.chat_view import ChatView
 from ropeway.server.openai.messages import render_chat
 from ropeway.server.openai.prompt_report import Echo, PromptReport
 from ropeway.server.openai.schema import ChatRequest
+from ropeway.server.openai.structured import answer_rule
 from ropeway.server.openai.tools import read_tools
 from ropeway.server.output.message import MessageParser
 from ropeway.server.service import Call, Service
@@ -73,7 +75,8 @@ async def prepare_chat(
     if use is not None and use.is_forced:
         raise RequestError("'tool_choice' is not supported yet.", param="tool_choice", code="unsupported_parameter")
     answers = AnswerReader.find(service, body, use, text)
-    call = service.make_call(
+    rule = answer_rule(body) if generates else None
+    call = await service.make_call(
         request,
         body,
         [await service.tokenizer.encode_async(text, bool(body.add_special_tokens))],
@@ -83,6 +86,8 @@ async def prepare_chat(
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         prompt_logprobs=body.prompt_logprobs,
         shown_special_ids=answers.shown_special_ids,
+        grammar=grammar(rule.text) if rule else "",
+        grammar_param=rule.param if rule else "",
     )
     if body.prompt_logprobs is not None:
         call.prompt_report = PromptReport(

@@ -12,11 +12,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ropeway.errors import RequestError
+from ropeway.server.grammar import grammar
 from ropeway.server.openai.infill import Infill
 from ropeway.server.openai.logprobs import CompletionLogprobs
 from ropeway.server.openai.prompt_report import Echo, PromptReport
 from ropeway.server.openai.prompts import split_prompts
 from ropeway.server.openai.schema import CompletionRequest
+from ropeway.server.openai.structured import answer_rule
 from ropeway.server.service import Call, ChunkView, Sequence, Service
 from ropeway.server.sse import TextFrame, event
 from ropeway.server.stream import TextDelta
@@ -61,7 +63,8 @@ async def prepare_completion(
     else:
         encode = service.tokenizer.encode_async
         encoded = [await encode(p, body.add_special_tokens) if isinstance(p, str) else p for p in prompts]
-    return service.make_call(
+    rule = answer_rule(body) if generates else None
+    return await service.make_call(
         request,
         body,
         encoded,
@@ -71,6 +74,8 @@ async def prepare_completion(
         logprobs=body.logprobs,
         prompt_logprobs=PromptReport.num_top(body.prompt_logprobs, _echo_logprobs(body)),
         best_of=body.best_of,
+        grammar=grammar(rule.text) if rule else "",
+        grammar_param=rule.param if rule else "",
     )
 
 

@@ -65,6 +65,11 @@ def invalid_fields(error: ValidationError) -> RequestError:
     return RequestError(f"Invalid value for '{param}': {', or '.join(reasons)}.", param=param, code="invalid_value")
 
 
+def refused_grammar(error: Exception, param: str) -> RequestError:
+    """param: the field that the grammar comes from."""
+    return RequestError(f"Invalid value for '{param}': {error}.", param=param, code="invalid_grammar")
+
+
 def _path(loc: Sequence[str | int]) -> str:
     """``("messages", 0, "role")`` to ``messages[0].role``."""
     path = ""

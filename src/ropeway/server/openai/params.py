@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,7 +17,12 @@ from ropeway.protocol import SamplingParams
 from ropeway.server.openai.schema import GenerationBody
 
 MAX_STOP_STRINGS = 16
+MAX_BAD_WORDS = 128
+MAX_BAD_WORD_CHARS = 128
 _MASK64 = 2**64 - 1
+BadWords = tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]
+"""Tokens that are a bad word by themselves, and runs of several tokens that are one together."""
+
 _NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 
 
@@ -96,9 +101,11 @@ def build_sampling(
     prompt_logprobs: int | None,
     choice: int,
     param: str,
+    bad_words: BadWords = ((), ()),
+    grammar: str = "",
 ) -> SamplingParams:
     """Raises RequestError(400). max_tokens: None takes the rest of the context. prompt_logprobs: already checked. param:
-    names the prompt in errors."""
+    names the prompt in errors. bad_words: of split_bad_words. grammar: as the engine takes it."""
     room = limits.max_model_len - num_prompt_tokens
     if room < (1 if max_tokens is None else max_tokens):
         wanted = f" and {max_tokens} for the completion" if max_tokens else ""
@@ -144,10 +151,28 @@ def build_sampling(
         ignore_eos=body.ignore_eos,
         logit_bias=_logit_bias(body.logit_bias or {}, limits.vocab_size),
         allowed_token_ids=None if body.allowed_token_ids is None else tuple(body.allowed_token_ids),
-        banned_token_ids=tuple(body.banned_token_ids or ()),
+        banned_token_ids=(*(body.banned_token_ids or ()), *bad_words[0]),
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
+        grammar=grammar,
+        bad_words=bad_words[1],
     )
+
+
+def split_bad_words(words: Sequence[str], encode: Callable[[str, bool], list[int]]) -> BadWords:
+    """Words that must not be generated, as tokens: at the start of a text and, after a space, within one.
+
+    encode: Tokenizer.encode. Raises RequestError(400).
+    """
+    if len(words) > MAX_BAD_WORDS:
+        raise _invalid("bad_words", f"at most {MAX_BAD_WORDS} words")
+    runs: dict[tuple[int, ...], None] = {}
+    for word in words:
+        if not word.strip() or len(word) > MAX_BAD_WORD_CHARS:
+            raise _invalid("bad_words", f"a word has 1 to {MAX_BAD_WORD_CHARS} characters that are not all blank")
+        for text in (word.lstrip(), " " + word.lstrip()):
+            runs[tuple(encode(text, False))] = None
+    return tuple(run[0] for run in runs if len(run) == 1), tuple(run for run in runs if len(run) > 1)
 
 
 def _logit_bias(biases: Mapping[str, float], vocab_size: int) -> tuple[tuple[int, float], ...]:

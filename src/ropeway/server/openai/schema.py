@@ -32,6 +32,40 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: bool | None = False
 
 
+class JsonSchemaFormat(BaseModel):
+    """strict is taken and changes nothing: every schema is held to, or refused."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+    json_schema: dict[str, Any] | bool | None = Field(None, alias="schema")
+
+
+class ResponseFormat(BaseModel):
+    """How the answer's text is bound. ``structural_tag`` takes the fields of a structural tag beside its type."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
+    json_schema: JsonSchemaFormat | None = None
+    object_schema: dict[str, Any] | None = Field(None, alias="schema", description="With json_object, as some clients.")
+
+
+class StructuredOutputs(BaseModel):
+    """One constraint, in vLLM's form. Schemas and structural tags are objects or their JSON text."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    json_schema: dict[str, Any] | str | None = Field(None, alias="json")
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: Annotated[list[str], Field(fail_fast=True)] | None = None
+    grammar: str | None = Field(None, description="Lark, or GBNF (with ::=).")
+    structural_tag: dict[str, Any] | str | None = None
+
+
 class GenerationBody(Body):
     """What chat and completions have in common. None in a sampling field: the model's own default."""
 
@@ -58,6 +92,13 @@ class GenerationBody(Body):
     include_stop_str_in_output: bool = False
     allowed_token_ids: TokenIds | None = None
     banned_token_ids: TokenIds | None = None
+    bad_words: Annotated[list[str], Field(fail_fast=True)] | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = Field(None, description="Like structured_outputs.json; so the others.")
+    guided_regex: str | None = None
+    guided_choice: Annotated[list[str], Field(fail_fast=True)] | None = None
+    guided_grammar: str | None = None
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     truncate_prompt_tokens: int | None = Field(None, ge=-1, description="Keep the last k; -1: as many as fit.")
@@ -184,13 +225,12 @@ class DetokenizeRequest(Body):
 _NOT_YET: dict[str, Callable[[Any, Mapping[str, Any]], bool]] = {
     **dict.fromkeys(
         (
-            "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
-            "guided_decoding_backend", "guided_whitespace_pattern", "bad_words", "suffix", "functions", "function_call", "audio", "prediction", "web_search_options", "store",
+            "guided_whitespace_pattern", "suffix", "functions", "function_call", "audio", "prediction",
+            "web_search_options", "store",
             "use_beam_search", "echo", "logits_processors",
         ),
         lambda value, body: False,
     ),
-    "response_format": lambda value, body: value == {"type": "text"},
     "best_of": lambda value, body: type(value) is int and value == body.get("n", 1),
     "service_tier": lambda value, body: value in ("auto", "default"),
     "modalities": lambda value, body: value == ["text"],
@@ -202,7 +242,7 @@ _TOLERATED = frozenset(
     {
         "no_stop_trim", "separate_reasoning", "stream_reasoning", "return_hidden_states", "session_params",
         "bootstrap_host", "bootstrap_port", "bootstrap_room", "kv_transfer_params", "min_tokens", "safety_identifier",
-        "prompt_cache_key", "prompt_cache_retention",
+        "prompt_cache_key", "prompt_cache_retention", "guided_decoding_backend",
     }
 )  # fmt: skip
 

@@ -56,31 +56,31 @@ class _Rules:
         if not isinstance(part, dict):
             raise GrammarError("each part of a structural tag must be an object")
         kind = part.get("type")
-        make = self._kinds.get(kind) if isinstance(kind, str) else None
+        make = _KINDS.get(kind) if isinstance(kind, str) else None
         if make is None:
             raise GrammarError(f"structural tags of type {str(kind)[:64]!r} are not supported")
         return make(self, part)
 
-    def _add(self, text: str, options: str = "", name: str = "part") -> str:
+    def add(self, text: str, options: str = "", name: str = "part") -> str:
         if len(self.lines) >= MAX_PARTS:
             raise GrammarError(f"a structural tag has at most {MAX_PARTS} parts")
         name = f"{name}_{len(self.lines)}"
         self.lines.append(f"{name}{options}: {text}")
         return name
 
-    def _text(self, part: dict[str, Any]) -> str:
+    def text(self, part: dict[str, Any]) -> str:
         return text_rule(_field(part, "value", str)) if part.get("value") else '""'
 
-    def _schema(self, part: dict[str, Any]) -> str:
-        return self._add(json_rule(part.get("json_schema")))
+    def schema(self, part: dict[str, Any]) -> str:
+        return self.add(json_rule(part.get("json_schema")))
 
-    def _sequence(self, part: dict[str, Any]) -> str:
-        return self._add(" ".join(self.of(inner) for inner in _list(part, "elements")))
+    def sequence(self, part: dict[str, Any]) -> str:
+        return self.add(" ".join(self.of(inner) for inner in _list(part, "elements")))
 
-    def _or(self, part: dict[str, Any]) -> str:
-        return self._add(" | ".join(self.of(inner) for inner in _list(part, "elements")))
+    def either(self, part: dict[str, Any]) -> str:
+        return self.add(" | ".join(self.of(inner) for inner in _list(part, "elements")))
 
-    def _tag(self, part: dict[str, Any], known: str = "") -> str:
+    def tag(self, part: dict[str, Any], known: str = "") -> str:
         """known: the first characters of ``begin``, if they have been written."""
         begin, end = _field(part, "begin", str)[len(known) :], part.get("end", "")
         ends = end if isinstance(end, list) else [end]
@@ -91,14 +91,14 @@ class _Rules:
         if isinstance(content, dict) and content.get("type") == "any_text":
             if len(ends) != 1 or not ends[0]:
                 raise GrammarError("a tag around any text needs one 'end'")
-            pieces.append(self._add("/(?s:.*)/", f"[suffix={text_rule(ends[0])}]"))
+            pieces.append(self.add("/(?s:.*)/", f"[suffix={text_rule(ends[0])}]"))
         else:
             pieces.append(self.of(content))
             choices = [text_rule(text) if text else '""' for text in ends]
             pieces.append(choices[0] if len(choices) == 1 else f"({' | '.join(choices)})")
-        return self._add(" ".join(pieces))
+        return self.add(" ".join(pieces))
 
-    def _triggered(self, part: dict[str, Any]) -> str:
+    def triggered(self, part: dict[str, Any]) -> str:
         triggers = _list(part, "triggers")
         if not all(isinstance(trigger, str) and trigger for trigger in triggers):
             raise GrammarError("'triggers' must be texts that are not empty")
@@ -108,43 +108,44 @@ class _Rules:
             found = [trigger for trigger in triggers if begin.startswith(trigger)]
             if len(found) != 1:
                 raise GrammarError(f"{begin[:64]!r} must begin with exactly one of the triggers")
-            opening = self._add(f"TEXT {text_rule(found[0])}", "[lazy]")
-            options.append(self._add(f"{opening} {self._tag(tag, found[0])}"))
+            opening = self.add(f"TEXT {text_rule(found[0])}", "[lazy]")
+            options.append(self.add(f"{opening} {self.tag(tag, found[0])}"))
         if not any(line.startswith("TEXT:") for line in self.lines):
             self.lines.append("TEXT: /(?s:.*)/")
         tags = f"({' | '.join(options)})"
         times = "" if part.get("stop_after_first") else "+" if part.get("at_least_one") else "*"
         if part.get("stop_after_first"):
-            return self._add(tags) if part.get("at_least_one") else self._add(f"{tags} | {self._free()}")
-        return self._add(f"{tags}{times} {self._free()}")
+            return self.add(tags) if part.get("at_least_one") else self.add(f"{tags} | {self._free()}")
+        return self.add(f"{tags}{times} {self._free()}")
 
     def _free(self) -> str:
-        return self._add("TEXT")
+        return self.add("TEXT")
 
-    def _separated(self, part: dict[str, Any]) -> str:
-        tags = self._add(" | ".join(self._tag(tag) for tag in _list(part, "tags")))
+    def separated(self, part: dict[str, Any]) -> str:
+        tags = self.add(" | ".join(self.tag(tag) for tag in _list(part, "tags")))
         separator = _field(part, "separator", str)
         if part.get("stop_after_first"):
             list_of = tags
         else:
             list_of = f"{tags} ({text_rule(separator) if separator else ''} {tags})*"
-        return self._add(list_of if part.get("at_least_one") else f"({list_of})?")
+        return self.add(list_of if part.get("at_least_one") else f"({list_of})?")
 
-    def _any_text(self, part: dict[str, Any]) -> str:
-        return self._add("/(?s:.*)/")
+    def any_text(self, part: dict[str, Any]) -> str:
+        return self.add("/(?s:.*)/")
 
-    _kinds: dict[str, Callable[[_Rules, dict[str, Any]], str]] = {
-        "const_string": _text,
-        "json_schema": _schema,
-        "regex": lambda self, part: regex_rule(_field(part, "pattern", str)),
-        "grammar": lambda self, part: self._add(lark_rule(_field(part, "grammar", str))),
-        "sequence": _sequence,
-        "or": _or,
-        "tag": _tag,
-        "any_text": _any_text,
-        "triggered_tags": _triggered,
-        "tags_with_separator": _separated,
-    }
+
+_KINDS: dict[str, Callable[[_Rules, dict[str, Any]], str]] = {
+    "const_string": _Rules.text,
+    "json_schema": _Rules.schema,
+    "regex": lambda rules, part: regex_rule(_field(part, "pattern", str)),
+    "grammar": lambda rules, part: rules.add(lark_rule(_field(part, "grammar", str))),
+    "sequence": _Rules.sequence,
+    "or": _Rules.either,
+    "tag": _Rules.tag,
+    "any_text": _Rules.any_text,
+    "triggered_tags": _Rules.triggered,
+    "tags_with_separator": _Rules.separated,
+}
 
 
 def _field(part: Any, name: str, kind: type) -> Any:

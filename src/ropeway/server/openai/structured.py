@@ -14,6 +14,7 @@ from typing import Any
 
 from ropeway.errors import RequestError
 from ropeway.server.grammar import GrammarError, choice_rule, json_rule, lark_rule, regex_rule
+from ropeway.server.openai.errors import refused_grammar
 from ropeway.server.openai.schema import GenerationBody, ResponseFormat, StructuredOutputs
 from ropeway.server.openai.structural_tag import structural_tag_rule
 
@@ -38,12 +39,8 @@ def answer_rule(body: GenerationBody) -> AnswerRule | None:
         try:
             return AnswerRule(make(value), param)
         except GrammarError as error:
-            raise refused(error, param) from None
+            raise refused_grammar(error, param) from None
     return None
-
-
-def refused(error: GrammarError, param: str) -> RequestError:
-    return RequestError(f"Invalid value for '{param}': {error}.", param=param, code="invalid_grammar")
 
 
 Constraint = tuple[str, Callable[[Any], str], Any]
@@ -67,11 +64,13 @@ def _constraints(body: GenerationBody) -> list[Constraint]:
 
 def _of_response_format(wanted: ResponseFormat) -> Constraint:
     if wanted.type == "json_object":
-        return "response_format", _schema_rule, {"type": "object"} if wanted.json_schema_ is None else wanted.json_schema_
+        return "response_format", _schema_rule, wanted.object_schema or {"type": "object"}
     if wanted.type == "json_schema":
         if wanted.json_schema is None or wanted.json_schema.json_schema is None:
             param = "response_format.json_schema" + ("" if wanted.json_schema is None else ".schema")
-            raise RequestError(f"Missing required parameter: '{param}'.", param=param, code="missing_required_parameter")
+            raise RequestError(
+                f"Missing required parameter: '{param}'.", param=param, code="missing_required_parameter"
+            )
         return "response_format", _schema_rule, wanted.json_schema.json_schema
     if wanted.type == "structural_tag":
         return "response_format", structural_tag_rule, {"type": "structural_tag", **(wanted.model_extra or {})}
