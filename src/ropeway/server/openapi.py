@@ -111,6 +111,13 @@ ANSWERS: dict[tuple[str, str], Json] = {
         output=_list({"type": "object"}),
         usage="object",
     ),
+    ("post", "/v1/embeddings"): _object(
+        "object data model usage",
+        object={"const": "list"},
+        data=_list(_object("object index embedding", object="string", index="integer")),
+        model="string",
+        usage=_object("prompt_tokens total_tokens", prompt_tokens="integer", total_tokens="integer"),
+    ),
     ("post", "/v1/messages"): _object(
         "id type role model content stop_reason usage",
         id="string",
@@ -145,15 +152,6 @@ EXAMPLES: dict[str, dict[str, Json]] = {
     "/v1/chat/completions": {
         "A question": {"messages": _HELLO, "max_tokens": 32, "temperature": 0},
         "A stream": {"messages": _HELLO, "stream": True, "stream_options": {"include_usage": True}},
-        "A JSON answer": {
-            "messages": _HELLO,
-            "response_format": {"type": "json_schema", "json_schema": {"name": "city", "schema": _CITY}},
-        },
-        "A tool": {
-            "messages": _HELLO,
-            "tools": [{"type": "function", "function": _WEATHER}],
-            "tool_choice": "required",
-        },
     },
     "/v1/completions": {
         "A text": {"prompt": "The capital of France is", "max_tokens": 8, "temperature": 0},
@@ -164,6 +162,10 @@ EXAMPLES: dict[str, dict[str, Json]] = {
     "/v1/responses": {
         "A question": {"input": "What is the capital of France?", "max_output_tokens": 32},
         "With a tool": {"input": "How is the weather in Paris?", "tools": [{"type": "function", **_WEATHER}]},
+    },
+    "/v1/embeddings": {
+        "Two texts": {"input": ["Bread", "Butter"]},
+        "Short and in base64": {"input": "Bread", "dimensions": 2, "encoding_format": "base64"},
     },
     "/v1/messages": {"A question": {"max_tokens": 32, "messages": _HELLO}},
     "/v1/messages/count_tokens": {"A question": {"messages": _HELLO}},
