@@ -94,6 +94,7 @@ TEXTS = {
         + "\n</tool_call>\n\nDone <tool",
     ],
     "qwen3_coder": [
+        "Let me see.\n```json\n" + objects("arguments")[0] + "\n```\nand" + objects("arguments")[1] + "Done <tool",
         f"Let me see.\n<tool_call>\n{XML[0]}\n</tool_call>\nand {XML[1]}\nDone <tool",
         f"Let me see.{XML[0]}and\n<tool_call>\n" + objects("arguments")[1] + "</tool_call> Done <tool",
     ],
@@ -123,6 +124,7 @@ TEXTS = {
         + PYTHON.split("), ")[1] + ")\n```\nDone <tool"
     ],
     "json": [
+        "Let me see.\n```json\n" + objects("arguments")[0] + "\n```\nand\n```json" + objects("arguments")[1] + "``` Done <tool",
         "Let me see.\n" + objects("arguments")[0] + "\nand\n" + objects("parameters")[1] + "\nDone <tool",
         'Let me see. {"parameters": ' + ARGUMENTS[0] + ', "name": "get_time"} and {"id": 5, "name": "add", "arguments": '
         + json.dumps(ARGUMENTS[1]) + ', "id": [{}]} Done <tool',
@@ -175,7 +177,7 @@ SCRAPS = st.lists(
     st.sampled_from(
         [
             *MARKS, "{", "}", "[", "]", "(", ")", '"', "'", "\\", ",", ":", ";", " ", "\n", "a", "😀", "null", "1",
-            '"name"', '"arguments"', '"get_time"', "get_time", "</tool_call>", "</function>", "<parameter=a>", "```",
+            '"name"', '"arguments"', '"get_time"', "get_time", "</tool_call>", "</function>", "<parameter=a>", "```", "```json",
             "</parameter>", '{"name": "add", "arguments": {', '{"name": "add", "arguments": {}}', "print(", "add(a=1)",
             '<tool_call>{"name": "x"', "<function=note>{}",
         ]
@@ -218,6 +220,7 @@ def test_text_stays_as_it_is(family: str, text: str) -> None:
         ("llama3_json", '{"name": "unknown", "parameters": {"a": 1}}'),
         ("llama3_json", '{"name": "add"}'),
         ("llama3_json", '{"name": "add", "values": {}}'),
+        ("json", '```json\n{"a": 1}\n``` ```json'),
         ("json", '{"title": "x", "name": "add"}'),
         ("mistral", "[TOOL_CALLS]"),
         ("mistral", "[TOOL_CALLS] [1]"),

@@ -11,6 +11,7 @@ A rule is an expression that can stand wherever Lark takes one, so rules can be 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -33,6 +34,8 @@ class ReasoningRule:
     end: str  # what ends it, such as "</think>"
     budget: int | None = None  # tokens of free text at most, after which ``end`` is forced; None: no bound
     end_token: int | None = None  # the id of ``end`` where the tokenizer has it as one special token
+    begin: str = ""  # what opens it, if the prompt has not: then an answer may also do without
+    begin_token: int | None = None
 
 
 def json_rule(schema: Any) -> str:
@@ -85,11 +88,16 @@ def lark_rule(source: str) -> str:
     return _bounded(f"%lark {{\n{source}\n}}")
 
 
-def grammar(body: str, *, reasoning: ReasoningRule | None = None) -> str:
-    """The source text of a grammar for answers that are ``body``, after a free part if ``reasoning`` is given."""
+def grammar(body: str | None, *, reasoning: ReasoningRule | None = None) -> str:
+    """The source text of a grammar for answers that are ``body`` (None: any text), after a free part if ``reasoning`` is
+    given."""
+    rules = []
+    if body is None:
+        body = "rest"
+        rules += ["rest: REST", "REST: /(?s:.*)/"]
     if reasoning is None:
-        return _bounded(f"start: {body}\n")
-    end = text_rule(reasoning.end) if reasoning.end_token is None else f"<[{reasoning.end_token}]>"
+        return _bounded("\n".join([f"start: {body}", *rules]) + "\n")
+    begin, end = _mark(reasoning.begin, reasoning.begin_token), _mark(reasoning.end, reasoning.end_token)
     opening, thought = f"thought {end}", "thought"
     if reasoning.budget is not None and reasoning.budget < 1:
         opening, thought = end, ""
@@ -99,10 +107,21 @@ def grammar(body: str, *, reasoning: ReasoningRule | None = None) -> str:
     elif reasoning.end_token is None:
         opening, thought = "thought", f"thought[suffix={end}]"
     # Such models like to begin the answer with an empty line.
-    rules = [f"start: {opening} gap {body}", "gap: GAP?", r"GAP: /[ \n]{1,8}/"]
+    start = f"start: ({begin} {opening} gap)? {body}" if begin else f"start: {opening} gap {body}"
+    rules += ["gap: GAP?", r"GAP: /[ \n]{1,8}/"]
     if thought:
         rules.append(f"{thought}: /(?s:.*)/")
-    return _bounded("\n".join(rules) + "\n")
+    if reasoning.begin and reasoning.begin_token is None and rules[0] == "rest: REST":
+        rules[1] += rf" & ~/(?s:\s*{_escaped(reasoning.begin)}.*)/"  # else the thought would pass as any text
+    return _bounded("\n".join([start, *rules]) + "\n")
+
+
+def _mark(text: str, token: int | None) -> str:
+    return f"<[{token}]>" if token is not None else text_rule(text) if text else ""
+
+
+def _escaped(text: str) -> str:
+    return re.sub(r"([]\\^$.|?*+(){}[/])", r"\\\1", text)
 
 
 def check_nesting(value: Any) -> None:

@@ -1,4 +1,5 @@
-"""How the answers of one chat request are read: as its tools and its prompt, and the served model, have it.
+"""How the answers of one chat request are read, and what they are made to look like: as its tools and its prompt, and
+the served model, have it.
 
 Owns: AnswerReader. Must not know: how a family writes calls or thoughts, how an endpoint words a message.
 Called by: chat.
@@ -6,9 +7,11 @@ Called by: chat.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from ropeway.server.grammar import ReasoningRule, grammar, text_rule
 from ropeway.server.openai.schema import ChatRequest
 from ropeway.server.openai.tools import ToolUse
 from ropeway.server.output.families import Family
@@ -68,6 +71,40 @@ class AnswerReader:
             return parser.is_full
 
         return is_complete
+
+    def grammar(self, rule: str | None, budget: int | None) -> str:
+        """The grammar's source for answers that hold to ``rule`` (None: any text) where they are not calls, and have at
+        most ``budget`` tokens of thought; empty if there is nothing to hold to. Raises GrammarError."""
+        if self.use is not None and self.family is not None:
+            if self.use.is_forced:
+                rule = self.use.rule(self.family, self._literal)
+            elif rule is not None:
+                rule = f"({self.use.rule(self.family, self._literal)} | {rule})"
+        if self.thought is None:
+            return "" if rule is None else grammar(rule)
+        if rule is None and budget is None:
+            return ""
+        start, end = self.thought.start, self.thought.end
+        opens = not self.is_thinking
+        reasoning = ReasoningRule(
+            end,
+            budget,
+            self._special_id(end),
+            begin=start if opens else "",
+            begin_token=self._special_id(start) if opens else None,
+        )
+        return grammar(rule, reasoning=reasoning)
+
+    def _literal(self, text: str) -> str:
+        """The rule of a text in which marks that are special tokens may stand."""
+        assert self.family is not None
+        marks = [mark for mark in self.family.special if self._special_id(mark) is not None]
+        parts = re.split("(" + "|".join(map(re.escape, marks)) + ")", text) if marks else [text]
+        return " ".join(f"<[{self._special_id(part)}]>" if part in marks else text_rule(part) for part in parts if part)
+
+    def _special_id(self, text: str) -> int | None:
+        token_id = self.tokenizer.token_id(text)
+        return token_id if token_id in self.tokenizer.special_ids else None
 
     def _num_bytes(self, token_id: int) -> int:
         if token_id in self.tokenizer.special_ids and token_id not in self.shown_special_ids:

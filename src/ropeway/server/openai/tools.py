@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ropeway.errors import RequestError
-from ropeway.server.grammar import json_rule, text_rule
+from ropeway.server.grammar import json_rule, lark_rule, text_rule
 from ropeway.server.openai.schema import ChatRequest, FunctionTool
 from ropeway.server.output.calls import CallReader, Signatures
 from ropeway.server.output.families import Family
@@ -48,21 +48,23 @@ class ToolUse:
         return CallReader(family.marks, family.read, self.signatures, make_id=family.make_id, max_calls=self.max_calls)
 
     def rule(self, family: Family, literal: Callable[[str], str] = text_rule) -> str:
-        """A grammar rule for the calls of a forced choice, as many as it allows. ``literal``: the rule of a text of the
-        form. Raises GrammarError."""
+        """A grammar rule for calls in the family's form: one, or as many as the model likes. ``literal``: the rule of a
+        text of the form. Raises GrammarError."""
         form = family.form
-        calls = []
-        for name, schema in self.signatures.items():
-            parts = [form.before_name + name + form.before_arguments, None, form.after_arguments]
-            arguments = json_rule({"type": "object", **schema})
-            calls.append(" ".join(arguments if part is None else literal(part) for part in parts if part != ""))
-        call = f"({' | '.join(calls)})"
-        if self.max_calls != 1:
-            more = f"{literal(form.separator)} {call}" if form.separator else call
-            call += f" ({more})*"
-        return " ".join(
-            [*map(literal, filter(None, [form.opening])), call, *map(literal, filter(None, [form.closing]))]
-        )
+
+        def fixed(text: str) -> list[str]:
+            return [literal(text)] if text else []
+
+        calls = [
+            [literal(form.before_name + name + form.before_arguments), json_rule({"type": "object", **schema})]
+            for name, schema in self.signatures.items()
+        ]
+        more = [] if self.max_calls == 1 else [f"({' '.join([*fixed(form.separator), 'call'])})*"]
+        lines = [
+            " ".join(["start:", *fixed(form.opening), "call", *more, *fixed(form.closing)]),
+            "call: " + " | ".join(" ".join([*call, *fixed(form.after_arguments)]) for call in calls),
+        ]
+        return lark_rule("\n".join(lines))
 
 
 def read_tools(body: ChatRequest) -> ToolUse | None:

@@ -46,7 +46,7 @@ class Cursor:
         """The next letter; empty at the end. Raises Malformed if too much is held back."""
         if self.pos > MAX_HELD:
             raise Malformed
-        while self.pos == len(self.text):
+        while self.pos >= len(self.text):
             if self.ended:
                 return ""
             yield

@@ -39,7 +39,10 @@ class Family:
 
 
 def _hermes(cursor: Cursor, out: MessageWriter, signatures: Signatures) -> Steps[None]:
-    """``<tool_call>{"name": "f", "arguments": {}}</tool_call>``, or with a ``<function=f>`` tag inside."""
+    """``<tool_call>{"name": "f", "arguments": {}}</tool_call>``, or with a ``<function=f>`` tag inside; also either of
+    the two alone, because small models like to forget what is around it."""
+    if (yield from cursor.peek()) != "<":
+        return (yield from _json(cursor, out, signatures))
     if (yield from _letter_at(cursor, 1)) == "f":
         return (yield from tag_call(cursor, out, signatures))
     yield from cursor.expect("<tool_call>")
@@ -52,8 +55,13 @@ def _hermes(cursor: Cursor, out: MessageWriter, signatures: Signatures) -> Steps
 
 
 def _json(cursor: Cursor, out: MessageWriter, signatures: Signatures) -> Steps[None]:
-    """``{"name": "f", "arguments": {}}`` of a tool of the request, anywhere in the text; Llama 3 says ``parameters`` and
-    may put ``<|python_tag|>`` before it and a semicolon between calls."""
+    """``{"name": "f", "arguments": {}}`` of a tool of the request, anywhere in the text or in a block of its own; Llama 3
+    says ``parameters`` and may put ``<|python_tag|>`` before it and a semicolon between calls."""
+    if (yield from cursor.peek()) == "`":
+        yield from cursor.expect("```json")
+        yield from cursor.skip_space()
+        yield from json_call(cursor, out, signatures)
+        return (yield from cursor.closing("```"))
     if (yield from cursor.peek()) == "<":
         yield from cursor.expect("<|python_tag|>")
         yield from cursor.skip_space()
@@ -96,7 +104,7 @@ def _functionary(cursor: Cursor, out: MessageWriter, signatures: Signatures) -> 
 
 def _pythonic(cursor: Cursor, out: MessageWriter, signatures: Signatures) -> Steps[None]:
     """``[f(a=1), g()]`` of tools of the request, anywhere in the text."""
-    if (yield from cursor.peek()) == "{":
+    if (yield from cursor.peek()) != "[":
         return (yield from _json(cursor, out, signatures))
     yield from cursor.expect("[")
     while True:
@@ -110,7 +118,7 @@ def _pythonic(cursor: Cursor, out: MessageWriter, signatures: Signatures) -> Ste
 
 def _gemma(cursor: Cursor, out: MessageWriter, signatures: Signatures) -> Steps[None]:
     """A ``tool_code`` block of Python calls, one a line."""
-    if (yield from cursor.peek()) == "{":
+    if (yield from cursor.peek()) == "{" or (yield from _letter_at(cursor, 3)) == "j":
         return (yield from _json(cursor, out, signatures))
     yield from cursor.expect("```tool_code")
     num_calls = out.num_calls
@@ -136,17 +144,18 @@ _MISTRAL_LIST = Form("[TOOL_CALLS][", '{"name": "', '", "arguments": ', "}", ", 
 _MISTRAL = Form("", "[TOOL_CALLS]", "[ARGS]", "", "", "")
 _TAGS = Form("", "<function=", ">", "</function>", "", "")
 
+_JSON_MARKS = ("{", "```json")
 FAMILIES = {
-    "hermes": Family(("<tool_call>",), _hermes, _HERMES),
-    "qwen3_coder": Family(("<tool_call>", "<function="), _hermes, _HERMES),
-    "llama3_json": Family(("{", "<|python_tag|>"), _json, _LLAMA, ("<|python_tag|>",)),
+    "hermes": Family(("<tool_call>", *_JSON_MARKS), _hermes, _HERMES),
+    "qwen3_coder": Family(("<tool_call>", "<function=", *_JSON_MARKS), _hermes, _HERMES),
+    "llama3_json": Family((*_JSON_MARKS, "<|python_tag|>"), _json, _LLAMA, ("<|python_tag|>",)),
     "mistral": Family(("[TOOL_CALLS]",), _mistral, _MISTRAL, ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"), mistral_call_id),
     "mistral_list": Family(("[TOOL_CALLS]",), _mistral, _MISTRAL_LIST, ("[TOOL_CALLS]",), mistral_call_id),
     "functionary": Family(("<function=",), _functionary, _TAGS),
     # Grammars of schemas are of JSON: where these families are forced to call, they are made to write JSON.
-    "pythonic": Family(("[", "{"), _pythonic, _OBJECTS),
-    "gemma": Family(("```tool_code", "{"), _gemma, _OBJECTS),
-    "json": Family(("{",), _json, _OBJECTS),
+    "pythonic": Family(("[", *_JSON_MARKS), _pythonic, _OBJECTS),
+    "gemma": Family(("```tool_code", *_JSON_MARKS), _gemma, _OBJECTS),
+    "json": Family(_JSON_MARKS, _json, _OBJECTS),
 }
 ALIASES = {"llama4_json": "llama3_json", "llama4_pythonic": "pythonic"}
 
