@@ -97,11 +97,6 @@ def _mistral(cursor: Cursor, out: MessageWriter, signatures: Signatures) -> Step
         cursor.pos += 1
 
 
-def _functionary(cursor: Cursor, out: MessageWriter, signatures: Signatures) -> Steps[None]:
-    """``<function=f>{}</function>``."""
-    yield from tag_call(cursor, out, signatures)
-
-
 def _pythonic(cursor: Cursor, out: MessageWriter, signatures: Signatures) -> Steps[None]:
     """``[f(a=1), g()]`` of tools of the request, anywhere in the text."""
     if (yield from cursor.peek()) != "[":
@@ -151,7 +146,7 @@ FAMILIES = {
     "llama3_json": Family((*_JSON_MARKS, "<|python_tag|>"), _json, _LLAMA, ("<|python_tag|>",)),
     "mistral": Family(("[TOOL_CALLS]",), _mistral, _MISTRAL, ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"), mistral_call_id),
     "mistral_list": Family(("[TOOL_CALLS]",), _mistral, _MISTRAL_LIST, ("[TOOL_CALLS]",), mistral_call_id),
-    "functionary": Family(("<function=",), _functionary, _TAGS),
+    "functionary": Family(("<function=",), tag_call, _TAGS),
     # Grammars of schemas are of JSON: where these families are forced to call, they are made to write JSON.
     "pythonic": Family(("[", *_JSON_MARKS), _pythonic, _OBJECTS),
     "gemma": Family(("```tool_code", *_JSON_MARKS), _gemma, _OBJECTS),
