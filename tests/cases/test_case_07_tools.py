@@ -127,6 +127,30 @@ async def test_o23_without_a_parser_text_stays_text(stream: bool) -> None:
             assert (response.status_code, response.json()["error"]["param"]) == (400, "tool_choice")
 
 
+@pytest.mark.parametrize("stream", [True, False])
+@in_loop
+async def test_o23_forced_calls_come_with_a_grammar(stream: bool) -> None:
+    """Which the engine enforces; what it lets pass is read back in tests/server/test_tool_grammars.py."""
+    home = house(ONE)
+    async with home.http() as http:
+        for choice, in_it in (
+            ("required", {"get_time", "add"}),
+            ({"type": "function", "function": {"name": "get_time"}}, {"get_time"}),
+        ):
+            [answer] = await ask(http, stream, tools=TOOLS, tool_choice=choice)
+            assert calls_of(answer) == [("get_time", FIRST)]
+            grammar = home.client.added[-1].sampling.grammar
+            assert {name for name in ("get_time", "add") if name in grammar} == in_it
+        await ask(http, stream, tools=TOOLS)
+        assert home.client.added[-1].sampling.grammar == ""
+        await ask(http, stream, tools=TOOLS, response_format={"type": "json_object"})
+        assert "get_time" in home.client.added[-1].sampling.grammar  # a call, or the format
+        unknown = tool("f", {"type": "object", "properties": {"a": {"$ref": "#/nowhere"}}})
+        response = await http.post(URL, json={"messages": HI, "tools": [unknown], "tool_choice": "required"})
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "tools")
+    home.app.state.service.close()
+
+
 BAD = [
     ({"tool_choice": "required"}, "tool_choice"),
     ({"tool_choice": "required", "tools": []}, "tool_choice"),

@@ -174,3 +174,27 @@ async def test_logprobs_stay_one_per_token(tmp_path: Any) -> None:
     assert streamed == whole["logprobs"]["content"]
     assert [entry["token"] for entry in streamed] == [chat_tokenizer().token_text(token) for token in ids(text)]
     assert json.dumps(whole["message"]["reasoning_content"]) == '"The"'
+
+
+@in_loop
+async def test_a_budget_becomes_a_grammar(tmp_path: Any) -> None:
+    """That it is kept is in test_tool_grammars.py."""
+    home = house("The</think>quick", tmp_path)
+    async with home.http() as http:
+        for fields, expected in (
+            ({}, False),
+            ({"thinking_token_budget": 7}, True),
+            ({"thinking_token_budget": 7, "chat_template_kwargs": {"enable_thinking": False}}, False),
+        ):
+            assert (await http.post(URL, json={"messages": HI, **fields})).status_code == 200
+            assert ("max_tokens=7" in home.client.added[-1].sampling.grammar) == expected
+        response = await http.post(URL, json={"messages": HI, "thinking_token_budget": -1})
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "thinking_token_budget")
+        constrained = {"response_format": {"type": "json_object"}}
+        assert (await http.post(URL, json={"messages": HI, **constrained})).status_code == 200
+        assert "</think>" in home.client.added[-1].sampling.grammar  # the thought stays free
+    home.app.state.service.close()
+    plain = House()
+    async with plain.http() as http:  # a model that does not think keeps any budget
+        assert (await http.post(URL, json={"messages": HI, "thinking_token_budget": 1})).status_code == 200
+    assert plain.client.added[0].sampling.grammar == ""

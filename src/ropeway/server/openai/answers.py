@@ -11,8 +11,11 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ropeway.server.grammar import ReasoningRule, grammar, text_rule
+from ropeway.errors import RequestError
+from ropeway.server.grammar import GrammarError, ReasoningRule, grammar, text_rule
+from ropeway.server.openai.errors import refused_grammar
 from ropeway.server.openai.schema import ChatRequest
+from ropeway.server.openai.structured import AnswerRule, answer_rule
 from ropeway.server.openai.tools import ToolUse
 from ropeway.server.output.families import Family
 from ropeway.server.output.message import MessageParser
@@ -33,8 +36,17 @@ class AnswerReader:
 
     @classmethod
     def find(cls, service: Service, body: ChatRequest, use: ToolUse | None, prompt: str) -> AnswerReader:
-        """prompt: as rendered. It says whether a thought has begun, or is over before it could begin."""
+        """prompt: as rendered. It says whether a thought has begun, or is over before it could begin.
+
+        Raises RequestError(400) for forced calls where none are looked for.
+        """
         thought, family = service.output.thought, service.output.family if use else None
+        if use is not None and use.is_forced and family is None:
+            raise RequestError(
+                "'tool_choice' can only be 'auto' or 'none' here: this server runs with --tool-call-parser none.",
+                param="tool_choice",
+                code="unsupported_parameter",
+            )
         is_thinking = False
         if thought is not None:
             if body.continue_final_message:  # the thought is in the message's own text, or not at all
@@ -71,6 +83,17 @@ class AnswerReader:
             return parser.is_full
 
         return is_complete
+
+    def constraint(self, body: ChatRequest) -> AnswerRule | None:
+        """The whole grammar that the request asks for. Raises RequestError(400)."""
+        answer = answer_rule(body)
+        forced = self.use is not None and self.use.is_forced
+        param = "tools" if forced or answer is None else answer.param
+        try:
+            text = self.grammar(None if answer is None else answer.text, body.thinking_token_budget)
+        except GrammarError as error:
+            raise refused_grammar(error, "tools" if self.use else param) from None
+        return AnswerRule(text, param) if text else None
 
     def grammar(self, rule: str | None, budget: int | None) -> str:
         """The grammar's source for answers that hold to ``rule`` (None: any text) where they are not calls, and have at

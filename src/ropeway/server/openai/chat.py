@@ -13,13 +13,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ropeway.errors import RequestError
-from ropeway.server.grammar import grammar
 from ropeway.server.openai.answers import AnswerReader
 from ropeway.server.openai.chat_view import ChatView
 from ropeway.server.openai.messages import render_chat
 from ropeway.server.openai.prompt_report import Echo, PromptReport
 from ropeway.server.openai.schema import ChatRequest
-from ropeway.server.openai.structured import answer_rule
 from ropeway.server.openai.tools import read_tools
 from ropeway.server.output.message import MessageParser
 from ropeway.server.service import Call, Service
@@ -72,10 +70,8 @@ async def prepare_chat(
     use = read_tools(body)
     kwargs = {} if body.reasoning_effort is None else {"reasoning_effort": body.reasoning_effort}
     text = await render_chat(service, body.messages, body, use.tools if use else None, kwargs)
-    if use is not None and use.is_forced:
-        raise RequestError("'tool_choice' is not supported yet.", param="tool_choice", code="unsupported_parameter")
     answers = AnswerReader.find(service, body, use, text)
-    rule = answer_rule(body) if generates else None
+    constraint = answers.constraint(body) if generates else None
     call = await service.make_call(
         request,
         body,
@@ -86,14 +82,14 @@ async def prepare_chat(
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         prompt_logprobs=body.prompt_logprobs,
         shown_special_ids=answers.shown_special_ids,
-        grammar=grammar(rule.text) if rule else "",
-        grammar_param=rule.param if rule else "",
+        grammar=constraint.text if constraint else "",
+        grammar_param=constraint.param if constraint else "",
     )
     if body.prompt_logprobs is not None:
         call.prompt_report = PromptReport(
             service.tokenizer, [Echo()], prompt_logprobs=body.prompt_logprobs, echo_logprobs=None
         )
-    if use is not None and use.max_calls is not None:
+    if use is not None and use.max_calls is not None and not use.is_forced:
         for sequence in call.sequences:
             sequence.is_complete = answers.watch()
     return ChatCall(call, body.logprobs, answers)
