@@ -31,8 +31,8 @@ namespace {
 constexpr int64_t kSpan = 256;  // positions; another value gives other answers in the last bit
 constexpr int64_t kQueryTileBytes = 64 << 10;  // of q and its sums; beside a span of K and V in the second-level cache
 constexpr int64_t kItemsPerThread = 8;
-constexpr int64_t kPiece = 16;       // dimensions between two rounds of prefetches
-constexpr int64_t kChunk = 32;       // positions whose V is read by all columns before the next; prefetches' distance
+constexpr int64_t kChunk = 32;  // positions that every row tile takes before any takes the next; prefetches' distance
+constexpr int64_t kSideBySide = 8;  // row tiles
 constexpr int64_t kCacheLine = 64;
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 
@@ -44,10 +44,16 @@ struct AttentionKernel {
     static constexpr int64_t kLanes = V::kLanes;
     // Register tiles are an even number of vectors wide, as a span and most heads are, or a narrow rest would be left,
     // and an even number of rows high, as of five GCC keeps one sum in memory. Few rows take more vectors, so that
-    // enough chains of multiply-adds run side by side.
+    // enough chains of multiply-adds run side by side, as long as the sums find registers.
     static constexpr int kWidth = V::kPanelVectors + V::kPanelVectors % 2;
     static constexpr int kHeight = M::kRows * V::kPanelVectors / kWidth / 2 * 2;
-    static constexpr int width(int rows) { return std::max(kWidth, (8 + rows - 1) / rows); }
+    static constexpr int width(int rows) {
+        int vectors = kWidth;
+        while (rows * vectors < 8 && 2 * rows * vectors <= M::kRows * V::kPanelVectors) vectors *= 2;
+        return vectors;
+    }
+    static constexpr int64_t kChunkVectors = std::max<int64_t>(kChunk / kLanes, kWidth);
+    static constexpr int kVectorsPerLine = std::max<int>(1, kCacheLine / int64_t{kLanes * M::kStep * sizeof(T)});
     static constexpr int64_t kLine = kSpan + 8 * kLanes;  // scores of a row; the last tile may reach past the span
 
     // Consecutive queries of one request.
@@ -60,9 +66,10 @@ struct AttentionKernel {
         int64_t partial;  // where in `partials` its spans are left; -1: each item has all of them
         int64_t counter;
     };
-    struct Item {  // times num_kv_heads
+    struct Item {
         int64_t tile;
         int64_t first_span, end_span;
+        int64_t first_head, end_head;  // KV heads
     };
 
     // Softmax so far of some rows: the weighted sum of V, and the maximum and the sum of exponentials of the scores.
@@ -81,28 +88,36 @@ struct AttentionKernel {
         }
     };
 
-    // Where K and V of a span's positions are, for each vector of them; null where a tile sees none.
+    // How a row's sums before a span and those of the span itself are to be scaled to be added.
+    struct Factors {
+        float before = 1.0f, now = 0.0f;
+        F merge(const float* sums, F more) const {
+            return V::fma(more, V::set(now), V::mul(V::load(sums), V::set(before)));
+        }
+    };
+
+    // Where the item's first head has K and V of a span's positions, for each vector of them; the next head has them a
+    // tile later. Values are null where a query tile sees none.
     struct Span {
         int64_t begin;  // absolute position
         const T* keys[kSpan / kLanes + 8];
         const T* values[kSpan / kLanes];
     };
 
-    // What to prefetch beside the work on a span; null: nothing. A span's first row tile brings in what it will need
-    // kChunk positions later itself, up to the start of the next span; the second one, if there is one, brings in the
-    // whole of the next, as it finds its own data in the second-level cache.
-    struct Fetch {
-        const Span* near;
-        const Span* far;
-    };
-
-    // What a thread works in.
-    struct Workspace {
-        const A* q;  // [rows, head_dim]
-        Span spans[2];  // this one and the next
-        float* sums;    // [kHeight, head_dim]
-        float scores[kHeight * kLine];
-        A weights[std::is_same_v<A, float> ? 1 : kHeight * kLine];  // floats take the place of the scores
+    // A row tile on its way through a span.
+    struct Unit {
+        int64_t head;  // counted from the item's first
+        int64_t row;   // counted from the head's first
+        int rows;
+        bool leads;       // the first of its head: it meets K and V first, and prefetches for all
+        const A* q;       // [rows, head_dim]
+        float* scores;    // [rows, kLine]
+        A* weights;       // [rows, kLine]; floats take the place of the scores
+        float* sums;      // [rows, head_dim]
+        int64_t begin[kHeight], end[kHeight];  // the positions of the span that each row sees
+        int64_t first, last;                   // the vectors of positions that any row sees
+        float peak[kHeight], total[kHeight];
+        Factors factors[kHeight];
     };
 
     const Attention& a;
@@ -114,15 +129,13 @@ struct AttentionKernel {
     Item* items = nullptr;
     int64_t num_items = 0;
     float* partials = nullptr;
-    std::atomic<int32_t>* counters = nullptr;  // per tile that is shared out and KV head: spans that are done
+    std::atomic<int32_t>* counters = nullptr;  // per tile that is shared out and first head of items: spans done
 
     // --- the work, and how it is shared out ---
 
     void run() {
         plan();
-        parallel_for(num_items * a.num_kv_heads, [&](int64_t i) {
-            attend(items[i / a.num_kv_heads], i % a.num_kv_heads);
-        });
+        parallel_for(num_items, [&](int64_t i) { attend(items[i]); });
     }
 
     int64_t row_tiles(int64_t queries) const { return (queries * group + kHeight - 1) / kHeight; }
@@ -151,18 +164,26 @@ struct AttentionKernel {
             }
         }
 
-        items = item_memory.get<Item>(most_items);
+        items = item_memory.get<Item>(most_items * a.num_kv_heads);
         num_items = 0;
-        const int64_t share = std::max<int64_t>(1, cost * a.num_kv_heads / shares);
+        const int64_t share = (cost * a.num_kv_heads + shares - 1) / shares;
         int64_t num_partials = 0, num_counters = 0;
         for (int64_t t = 0; t < num_tiles; ++t) {
             QueryTile& tile = tiles[t];
             const int64_t spans = tile.end_span - tile.first_span;
-            const int64_t most = std::max<int64_t>(1, share / row_tiles(tile.num_queries));
-            const int64_t parts = num_threads() > 1 ? (spans + most - 1) / most : 1;
+            const int64_t most = std::max<int64_t>(1, share / row_tiles(tile.num_queries));  // spans times heads
+            // Heads lie side by side in a block: an item that has several reads longer runs of memory.
+            const int64_t most_heads = std::max<int64_t>(1, std::min(most, kSideBySide / row_tiles(tile.num_queries)));
+            const int64_t head_parts = (a.num_kv_heads + most_heads - 1) / most_heads;
+            const int64_t most_spans = std::max<int64_t>(1, most * head_parts / a.num_kv_heads);
+            const int64_t parts = num_threads() > 1 ? (spans + most_spans - 1) / most_spans : 1;
             for (int64_t part = 0; part < parts; ++part) {
                 const int64_t from = spans * part / parts, to = spans * (part + 1) / parts;
-                items[num_items++] = {t, tile.first_span + from, tile.first_span + to};
+                for (int64_t heads = 0; heads < head_parts; ++heads) {
+                    items[num_items++] = {t, tile.first_span + from, tile.first_span + to,
+                                          a.num_kv_heads * heads / head_parts,
+                                          a.num_kv_heads * (heads + 1) / head_parts};
+                }
             }
             if (parts > 1) {
                 tile.partial = num_partials;
@@ -182,34 +203,72 @@ struct AttentionKernel {
         return State(partials + tile.partial + index * State::size(rows, head_dim), rows, head_dim);
     }
 
-    void attend(const Item& item, int64_t kv_head) const {
-        static thread_local Scratch query_memory, state_memory, sums_memory;
-        static thread_local Workspace work;
+    void attend(const Item& item) const {
+        static thread_local Scratch query_memory, state_memory, unit_memory, score_memory, weight_memory, sums_memory;
+        static thread_local Span spans[2];
         const QueryTile& tile = tiles[item.tile];
-        const int64_t rows = tile.num_queries * group;
-        A* q = query_memory.get<A>(rows * head_dim);
-        load_queries(tile, kv_head, q);
-        work.q = q;
-        work.sums = sums_memory.get<float>(kHeight * head_dim);
-        State state(state_memory.get<float>(State::size(rows, head_dim)), rows, head_dim);
-        if (tile.partial < 0) {
-            state.clear(rows, head_dim);
-            for_spans(item, tile, kv_head, work, [&](int64_t) { return state; });
-            store_result(tile, kv_head, state);
-            return;
+        const int64_t rows = tile.num_queries * group, heads = item.end_head - item.first_head;
+        const int64_t parts = row_tiles(tile.num_queries), num_units = heads * parts;
+        // Few row tiles go through a span side by side, so that memory is read in order. Many have too many scores to
+        // keep and much to compute: they go one after another.
+        const int64_t together = num_units <= kSideBySide ? num_units : 1;
+        A* q = query_memory.get<A>(heads * rows * head_dim);
+        Unit* units = unit_memory.get<Unit>(num_units);
+        float* scores = score_memory.get<float>(together * kHeight * kLine);
+        float* sums = sums_memory.get<float>(together * kHeight * head_dim);
+        A* weights;
+        if constexpr (std::is_same_v<A, float>)
+            weights = scores;
+        else
+            weights = weight_memory.get<A>(together * kHeight * kLine);
+        for (int64_t head = 0; head < heads; ++head) {
+            load_queries(tile, item.first_head + head, q + head * rows * head_dim);
+            for (int64_t part = 0; part < parts; ++part) {
+                const int64_t row = rows * part / parts, index = head * parts + part, slot = index % together;
+                Unit& unit = units[index];
+                unit.head = head;
+                unit.row = row;
+                unit.rows = static_cast<int>(rows * (part + 1) / parts - row);
+                unit.leads = part == 0;
+                unit.q = q + (head * rows + row) * head_dim;
+                unit.scores = scores + slot * kHeight * kLine;
+                unit.weights = weights + slot * kHeight * kLine;
+                unit.sums = sums + slot * kHeight * head_dim;
+            }
         }
-        for_spans(item, tile, kv_head, work, [&](int64_t s) {
-            State alone = partial(tile, kv_head, s);
-            alone.clear(rows, head_dim);
-            return alone;
-        });
-        const auto done = static_cast<int32_t>(item.end_span - item.first_span);
-        const int32_t before = counters[tile.counter + kv_head].fetch_add(done, std::memory_order_acq_rel);
-        if (before + done < tile.end_span - tile.first_span) return;
-        state.clear(rows, head_dim);
+        const int64_t size = State::size(rows, head_dim);
+        float* memory = state_memory.get<float>(heads * size);
+        const auto own = [&](int64_t head) { return State(memory + head * size, rows, head_dim); };
+        for (int64_t head = 0; head < heads; ++head) own(head).clear(rows, head_dim);
+        find(tile, item.first_head, item.first_span, spans[item.first_span % 2]);
+        for (int64_t s = item.first_span; s < item.end_span; ++s) {
+            const Span& span = spans[s % 2];
+            Span& next = spans[(s + 1) % 2];
+            if (s + 1 < item.end_span)
+                find(tile, item.first_head, s + 1, next);
+            else
+                std::fill_n(next.values, kSpan / kLanes, nullptr);
+            const auto state_of = [&](int64_t head) {
+                return tile.partial < 0 ? own(head) : partial(tile, item.first_head + head, s);
+            };
+            if (tile.partial >= 0)
+                for (int64_t head = 0; head < heads; ++head) state_of(head).clear(rows, head_dim);
+            for (int64_t from = 0; from < num_units; from += together)
+                attend_side_by_side(tile, units + from, together, span, next, state_of);
+        }
+        if (tile.partial >= 0) {
+            const auto done = static_cast<int32_t>(item.end_span - item.first_span);
+            const int32_t before = counters[tile.counter + item.first_head].fetch_add(done, std::memory_order_acq_rel);
+            if (before + done < tile.end_span - tile.first_span) return;
+            for (int64_t head = 0; head < heads; ++head) merge_partials(tile, item.first_head + head, own(head));
+        }
+        for (int64_t head = 0; head < heads; ++head) store_result(tile, item.first_head + head, own(head));
+    }
+
+    void merge_partials(const QueryTile& tile, int64_t kv_head, State state) const {
         for (int64_t s = tile.first_span; s < tile.end_span; ++s) {
             const State alone = partial(tile, kv_head, s);
-            for (int64_t row = 0; row < rows; ++row) {
+            for (int64_t row = 0; row < tile.num_queries * group; ++row) {
                 if (alone.peak[row] == kMinusInfinity) continue;
                 Factors factors;
                 merge<1>(state, row, alone.peak + row, alone.total + row, &factors);
@@ -218,18 +277,10 @@ struct AttentionKernel {
                     V::store(sums + i, factors.merge(sums + i, V::load(alone.sums + row * head_dim + i)));
             }
         }
-        store_result(tile, kv_head, state);
     }
 
     // --- one span ---
 
-    // How a row's sums before a span and those of the span itself are to be scaled to be added.
-    struct Factors {
-        float before = 1.0f, now = 0.0f;
-        F merge(const float* sums, F more) const {
-            return V::fma(more, V::set(now), V::mul(V::load(sums), V::set(before)));
-        }
-    };
     // Takes the maxima and sums of a span into the state of kRows rows. Those that saw nothing of it have a peak of
     // -infinity and stay as they are.
     template <int kRows>
@@ -251,33 +302,78 @@ struct AttentionKernel {
         }
     }
 
+    // A span for some units: chunk by chunk each takes K, then scores become weights, then chunk by chunk each takes V.
     template <class StateOf>
-    void for_spans(const Item& item, const QueryTile& tile, int64_t kv_head, Workspace& work,
-                   const StateOf& state_of) const {
-        const int64_t rows = tile.num_queries * group, parts = row_tiles(tile.num_queries);
-        find(tile, kv_head, item.first_span, work.spans[item.first_span % 2]);
-        for (int64_t s = item.first_span; s < item.end_span; ++s) {
-            const Span& span = work.spans[s % 2];
-            Span& next = work.spans[(s + 1) % 2];
-            if (s + 1 < item.end_span)
-                find(tile, kv_head, s + 1, next);
-            else
-                std::fill_n(next.values, kSpan / kLanes, nullptr);
-            State state = state_of(s);
-            for (int64_t part = 0; part < parts; ++part) {
-                const int64_t from = rows * part / parts, to = rows * (part + 1) / parts;
-                const Fetch fetch{part == 0 ? &next : nullptr, part == 1 ? &next : nullptr};
-                attend_row_tile(static_cast<int>(to - from), std::make_integer_sequence<int, kHeight>(), tile, from,
-                                span, fetch, work, state);
+    void attend_side_by_side(const QueryTile& tile, Unit* units, int64_t count, const Span& span, const Span& next,
+                             const StateOf& state_of) const {
+        int64_t first = kSpan / kLanes, last = 0;
+        for (int64_t u = 0; u < count; ++u) {
+            Unit& unit = units[u];
+            for (int m = 0; m < unit.rows; ++m) {
+                const int64_t limit = tile.first_position + (unit.row + m) / group + 1 - span.begin;
+                unit.end[m] = std::min(limit, kSpan);
+                unit.begin[m] = a.sliding_window > 0 ? std::max<int64_t>(0, limit - a.sliding_window) : 0;
             }
+            // Rows are in order of their positions.
+            unit.first = unit.begin[0] / kLanes;
+            unit.last = (unit.end[unit.rows - 1] + kLanes - 1) / kLanes;
+            if (unit.begin[0] >= unit.end[unit.rows - 1]) unit.last = unit.first;
+            if (unit.first == unit.last) continue;
+            first = std::min(first, unit.first);
+            last = std::max(last, unit.last);
+        }
+        // One that has a span in the second-level cache, where the one before it left it, need not stop at chunks.
+        const int64_t step = count > 1 || units[0].leads ? kChunkVectors : kSpan / kLanes;
+        const auto for_units = [&](int64_t from, const auto& body) {
+            for (int64_t u = 0; u < count; ++u) {
+                Unit& unit = units[u];
+                const int64_t begin = std::max(from, unit.first), end = std::min(from + step, unit.last);
+                if (begin < end) body(unit, begin, end);
+            }
+        };
+        // Meanwhile the next chunk of the same head is brought nearer: after K comes V, after V the next span's K.
+        // Prefetches are in the order in which lines lie in memory, or the processor's own prefetching is misled. That
+        // order is all that they follow, so a tile of V can be fetched as if it were one of K, and the other way round.
+        const int64_t to_values = a.num_kv_heads * block_size * head_dim;
+        for (int64_t v = first; v < last; v += step) {
+            const bool more = v + step < last;
+            for_units(v, [&](Unit& unit, int64_t from, int64_t to) {
+                const int64_t ahead = more ? from + step : first;
+                const bool fetches = unit.leads && ahead + kChunkVectors <= last;
+                call(fetches, unit.rows, [&](auto fetch, auto rows) {
+                    score<rows, fetch>(unit, span, from, to, span.keys + ahead, more ? 0 : to_values);
+                });
+            });
+        }
+        for (int64_t u = 0; u < count; ++u) {
+            Unit& unit = units[u];
+            if (unit.first == unit.last) continue;
+            call(false, unit.rows, [&](auto, auto rows) { soften<rows>(unit, state_of(unit.head)); });
+        }
+        for (int64_t v = first; v < last; v += step) {
+            const bool more = v + step < last;
+            for_units(v, [&](Unit& unit, int64_t from, int64_t to) {
+                const bool whole =
+                    more ? from + step + kChunkVectors <= last : next.values[kChunkVectors - 1] != nullptr;
+                call(unit.leads && whole, unit.rows, [&](auto fetch, auto rows) {
+                    weigh<rows, fetch>(unit, span, from, to, more ? span.values + from + step : next.values,
+                                       more ? 0 : -to_values, state_of(unit.head));
+                });
+            });
         }
     }
-    template <int... kLess>
-    void attend_row_tile(int rows, std::integer_sequence<int, kLess...>, const QueryTile& tile, int64_t row,
-                         const Span& span, Fetch fetch, Workspace& work, State& state) const {
-        using Member = decltype(&AttentionKernel::template attend_rows<1>);
-        static constexpr Member table[] = {&AttentionKernel::template attend_rows<kLess + 1>...};
-        (this->*table[rows - 1])(tile, row, span, fetch, work, state);
+
+    // body(flag, rows) with constant arguments.
+    template <class Body>
+    static void call(bool flag, int rows, const Body& body) {
+        unroll<kHeight>([&](auto less) ROPEWAY_LAMBDA {
+            constexpr int kRows = less + 1;
+            if (rows != kRows) return;
+            if (flag)
+                body(std::true_type(), std::integral_constant<int, kRows>());
+            else
+                body(std::false_type(), std::integral_constant<int, kRows>());
+        });
     }
 
     // Past a tile's last position the last vector's K is read again.
@@ -302,123 +398,44 @@ struct AttentionKernel {
         for (int i = 0; i < 8; ++i) span.keys[v + i] = span.keys[v - 1];
     }
 
-    // kRows rows from `row` on.
-    template <int kRows>
-    void attend_rows(const QueryTile& tile, int64_t row, const Span& span, Fetch fetch, Workspace& work,
-                     State& state) const {
-        // What each row sees of the span. Rows are in order of their positions.
-        int64_t begin[kRows], end[kRows];
-        for (int m = 0; m < kRows; ++m) {
-            const int64_t next = tile.first_position + (row + m) / group + 1 - span.begin;
-            end[m] = std::min(next, kSpan);
-            begin[m] = a.sliding_window > 0 ? std::max<int64_t>(0, next - a.sliding_window) : 0;
-        }
-        if (begin[0] >= end[kRows - 1]) return;
-        // One row of floats has so little to compute that the processor's own prefetching does better alone.
-        if (kRows == 1 && std::is_same_v<T, float>) fetch.near = nullptr;
-        const int64_t first = begin[0] / kLanes, last = (end[kRows - 1] + kLanes - 1) / kLanes;
-        score<kRows>(work, span, fetch, row, first, last);
-        float peak[kRows], total[kRows];
-        soften<kRows>(work, begin, end, first, last, peak, total);
-        Factors factors[kRows];
-        merge<kRows>(state, row, peak, total, factors);
-        // An odd last position of bf16 brings its partner along: written zeros, and its weight is 0.
-        const int64_t to = (end[kRows - 1] + M::kStep - 1) / M::kStep * M::kStep;
-        const int64_t chunk = fetch.near != nullptr ? kChunk / kLanes : last - first;
-        for (int64_t v = first; v < last; v += chunk) {
-            const int64_t stop = std::min(last, v + chunk);
-            const auto source = [&](int m, int64_t i) ROPEWAY_LAMBDA {
-                return v == first ? V::zero() : V::load(work.sums + m * head_dim + i);
-            };
-            const auto sink = [&](int m, int64_t i, F sums) ROPEWAY_LAMBDA {
-                if (stop < last) {
-                    V::store(work.sums + m * head_dim + i, sums);
-                } else if (peak[m] != kMinusInfinity) {
-                    float* to_row = state.sums + (row + m) * head_dim + i;
-                    V::store(to_row, factors[m].merge(to_row, sums));
-                }
-            };
-            weigh<kRows, width(kRows)>(work, span, fetch, v, stop, last, to, 0, source, sink);
-        }
-    }
-
-    template <int kRows>
-    void score(Workspace& work, const Span& span, Fetch fetch, int64_t row, int64_t first, int64_t last) const {
-        constexpr int kColumns = width(kRows);
+    // Scores of vectors [from, to) of positions. What the last register tile writes beyond is written again or unread.
+    // kFetch: prefetch what lies `offset` elements from the addresses at `ahead`, of as many vectors.
+    template <int kRows, bool kFetch>
+    __attribute__((noinline)) void score(const Unit& unit, const Span& span, int64_t from, int64_t to,
+                                         const T* const* ahead, int64_t offset) const {
+        constexpr int kColumns = std::min<int>(width(kRows), kChunkVectors);
         const F scale = V::set(score_scale);
-        const int64_t piece = fetch.near != nullptr || fetch.far != nullptr ? kPiece : head_dim;
-        for (int64_t v = first; v < last; v += kColumns) {
+        const int64_t head = unit.head * block_size * head_dim;
+        for (int64_t v = from; v < to; v += kColumns) {
             F acc[kRows][kColumns];
-            const T* keys[kColumns];
+            const T *keys[kColumns], *lines[kColumns];
             unroll<kRows * kColumns>([&](auto i) ROPEWAY_LAMBDA { acc[i / kColumns][i % kColumns] = V::zero(); });
-            unroll<kColumns>([&](auto j) ROPEWAY_LAMBDA { keys[j] = span.keys[v + j]; });
-            for (int64_t i = 0; i < head_dim; i += piece) {
-                if (fetch.near != nullptr || fetch.far != nullptr)
-                    for (int j = 0; j < kColumns; ++j) fetch_beside_keys(span, fetch, v + j, first, last, i);
-                const A* q = work.q + row * head_dim + i;
-                const int64_t count = std::min(piece, head_dim - i);
-                tile<V, T, kRows, kColumns, 1>(q, head_dim, keys, block_size * M::kStep, count, acc);
-                unroll<kColumns>([&](auto j) ROPEWAY_LAMBDA { keys[j] += piece * block_size; });
-            }
+            unroll<kColumns>([&](auto j) ROPEWAY_LAMBDA { keys[j] = span.keys[v + j] + head; });
+            if constexpr (kFetch)
+                unroll<kColumns>([&](auto j) ROPEWAY_LAMBDA { lines[j] = ahead[v - from + j] + head + offset; });
+            const auto fetch = [&](int64_t i) ROPEWAY_LAMBDA {
+                unroll<kFetch ? kColumns : 0>([&](auto j) ROPEWAY_LAMBDA {
+                    if (j % kVectorsPerLine == 0) __builtin_prefetch(lines[j] + i * block_size);
+                });
+            };
+            tile<V, T, kRows, kColumns, 1>(unit.q, head_dim, keys, block_size * M::kStep, head_dim, acc, fetch);
             unroll<kRows * kColumns>([&](auto i) ROPEWAY_LAMBDA {
-                V::store(work.scores + i / kColumns * kLine + (v + i % kColumns) * kLanes,
+                V::store(unit.scores + i / kColumns * kLine + (v + i % kColumns) * kLanes,
                          V::mul(acc[i / kColumns][i % kColumns], scale));
             });
         }
     }
 
-    // The share of prefetches that goes with the scores of vector v and dimensions [from, from + kPiece).
-    ROPEWAY_INLINE void fetch_beside_keys(const Span& span, Fetch fetch, int64_t v, int64_t first, int64_t last,
-                                          int64_t from) const {
-        if (fetch.near != nullptr) {
-            const int64_t ahead = v + kChunk / kLanes, beyond = ahead - last + first;
-            if (ahead < last)
-                prefetch_keys(span.keys[ahead], from, kPiece);
-            else if (beyond < last)
-                prefetch_values(span.values[beyond], from, kPiece);
-        } else if (fetch.far != nullptr && v < kSpan / kLanes && fetch.far->values[v] != nullptr) {
-            prefetch_keys(fetch.far->keys[v], from, kPiece);
-        }
-    }
-    // And with the weighted sum of vector v, dimensions [from, from + count).
-    ROPEWAY_INLINE void fetch_beside_values(const Span& span, Fetch fetch, int64_t v, int64_t last, int64_t from,
-                                            int64_t count) const {
-        if (fetch.near != nullptr) {
-            const int64_t ahead = v + kChunk / kLanes, beyond = ahead - last;
-            if (ahead < last)
-                prefetch_values(span.values[ahead], from, count);
-            else if (beyond < kSpan / kLanes && fetch.near->values[beyond] != nullptr)
-                prefetch_keys(fetch.near->keys[beyond], from, count);
-        } else if (fetch.far != nullptr && fetch.far->values[v] != nullptr) {
-            prefetch_values(fetch.far->values[v], from, count);
-        }
-    }
-    // Dimensions [from, from + count) of one vector of positions.
-    ROPEWAY_INLINE void prefetch_keys(const T* keys, int64_t from, int64_t count) const {
-        if (reinterpret_cast<uintptr_t>(keys) % kCacheLine != 0) return;  // came with the vector before it
-        for (int64_t i = from; i < from + count; i += M::kStep) __builtin_prefetch(keys + i * block_size);
-    }
-    ROPEWAY_INLINE void prefetch_values(const T* values, int64_t from, int64_t count) const {
-        constexpr int64_t kPerLine = kCacheLine / sizeof(T);
-        for (int64_t i = from * kLanes; i < (from + count) * kLanes; i += kPerLine) __builtin_prefetch(values + i);
-    }
-
-    A* weights(Workspace& work) const {
-        if constexpr (std::is_same_v<A, float>)
-            return work.scores;
-        else
-            return work.weights;
-    }
-
     // Scores of vectors [first, last) become weights. Row m sees positions [begin[m], end[m]); the weight of the others
     // is 0, whatever their scores are.
     template <int kRows>
-    void soften(Workspace& work, const int64_t* begin, const int64_t* end, int64_t first, int64_t last, float* peak,
-                float* total) const {
-        A* const out = weights(work);
+    __attribute__((noinline)) void soften(Unit& unit, State state) const {
+        A* const out = unit.weights;
+        const int64_t first = unit.first, last = unit.last;
+        const int64_t *const begin = unit.begin, *const end = unit.end;
         const F hidden = V::set(kMinusInfinity);
         for (int m = 0; m < kRows; ++m) {
-            float* scores = work.scores + m * kLine;
+            float* scores = unit.scores + m * kLine;
             if (a.soft_cap > 0.0f) {
                 const F cap = V::set(a.soft_cap);
                 for (int64_t v = first; v < last; ++v)
@@ -437,47 +454,75 @@ struct AttentionKernel {
         unroll<kRows>([&](auto m) ROPEWAY_LAMBDA { most[m] = hidden; });
         for (int64_t i = first * kLanes; i < last * kLanes; i += kLanes) {
             unroll<kRows>([&](auto m) ROPEWAY_LAMBDA {
-                most[m] = V::max(V::load(work.scores + m * kLine + i), most[m]);
+                most[m] = V::max(V::load(unit.scores + m * kLine + i), most[m]);
             });
         }
         unroll<kRows>([&](auto m) ROPEWAY_LAMBDA {
-            peak[m] = V::max_of(most[m]);
-            shift[m] = V::set(peak[m] == kMinusInfinity ? 0.0f : peak[m]);
+            unit.peak[m] = V::max_of(most[m]);
+            shift[m] = V::set(unit.peak[m] == kMinusInfinity ? 0.0f : unit.peak[m]);
             sum[m] = V::zero();
         });
         for (int64_t i = first * kLanes; i < last * kLanes; i += kLanes) {
             unroll<kRows>([&](auto m) ROPEWAY_LAMBDA {
-                const F weight = exp<V>(V::sub(V::load(work.scores + m * kLine + i), shift[m]));
+                const F weight = exp<V>(V::sub(V::load(unit.scores + m * kLine + i), shift[m]));
                 sum[m] = V::add(sum[m], weight);
                 V::store(out + m * kLine + i, weight);
             });
         }
-        unroll<kRows>([&](auto m) ROPEWAY_LAMBDA { total[m] = V::sum(sum[m]); });
+        unroll<kRows>([&](auto m) ROPEWAY_LAMBDA { unit.total[m] = V::sum(sum[m]); });
+        merge<kRows>(state, unit.row, unit.peak, unit.total, unit.factors);
     }
 
-    // Weighted sums of V over vectors [first, stop) of positions, up to position `to`; dimensions from `column` on.
-    template <int kRows, int kColumns, class Source, class Sink>
-    ROPEWAY_INLINE void weigh(Workspace& work, const Span& span, Fetch fetch, int64_t first, int64_t stop,
-                              int64_t last, int64_t to, int64_t column, const Source& source, const Sink& sink) const {
-        const A* weight = weights(work);
+    // Adds vectors [from, to) of positions to the weighted sums of V, and those of a whole span to the state. kFetch:
+    // as in score.
+    template <int kRows, bool kFetch>
+    __attribute__((noinline)) void weigh(const Unit& unit, const Span& span, int64_t from, int64_t to,
+                                         const T* const* ahead, int64_t offset, State state) const {
+        weigh_columns<kRows, width(kRows), kFetch>(unit, span, from, to, ahead, offset, state, 0);
+    }
+    template <int kRows, int kColumns, bool kFetch>
+    ROPEWAY_INLINE void weigh_columns(const Unit& unit, const Span& span, int64_t from, int64_t to,
+                                      const T* const* ahead, int64_t offset, const State& state, int64_t column) const {
+        // An odd last position of bf16 brings its partner along: written zeros, and its weight is 0.
+        const int64_t end = (unit.end[kRows - 1] + M::kStep - 1) / M::kStep * M::kStep;
+        const int64_t head = unit.head * block_size * head_dim;
+        // Each vector of each group of columns prefetches one share. A group of columns takes only a part of every line
+        // or few, so its own addresses would not do: see above about the order.
+        constexpr int64_t kShare = kLanes * kColumns * kLanes;
+        const int64_t shares = std::max<int64_t>(1, head_dim / (kColumns * kLanes));  // of a vector
+        int64_t share = 0;
         for (; column + kColumns * kLanes <= head_dim; column += kColumns * kLanes) {
             F acc[kRows][kColumns];
             unroll<kRows * kColumns>([&](auto i) ROPEWAY_LAMBDA {
-                acc[i / kColumns][i % kColumns] = source(i / kColumns, column + i % kColumns * kLanes);
+                const float* sums = unit.sums + i / kColumns * head_dim + column + i % kColumns * kLanes;
+                acc[i / kColumns][i % kColumns] = from == unit.first ? V::zero() : V::load(sums);
             });
-            for (int64_t v = first; v < stop; ++v) {
-                fetch_beside_values(span, fetch, v, last, column, kColumns * kLanes);
-                const T* values = span.values[v] + column * M::kStep;
-                tile<V, T, kRows, 1, kColumns>(weight + v * kLanes, kLine, &values, head_dim * M::kStep,
-                                               std::min<int64_t>(kLanes, to - v * kLanes), acc);
+            for (int64_t v = from; v < to; ++v, ++share) {
+                const T* values = span.values[v] + head + column * M::kStep;
+                const T* lines = kFetch ? ahead[share / shares] + head + offset + share % shares * kShare : nullptr;
+                const auto fetch = [&](int64_t i) ROPEWAY_LAMBDA {
+                    unroll<kFetch ? kColumns : 0>([&](auto j) ROPEWAY_LAMBDA {
+                        if (j % kVectorsPerLine == 0)
+                            __builtin_prefetch(lines + (i * kColumns + j * M::kStep) * kLanes);
+                    });
+                };
+                tile<V, T, kRows, 1, kColumns>(unit.weights + v * kLanes, kLine, &values, head_dim * M::kStep,
+                                               std::min<int64_t>(kLanes, end - v * kLanes), acc, fetch);
             }
             unroll<kRows * kColumns>([&](auto i) ROPEWAY_LAMBDA {
-                sink(i / kColumns, column + i % kColumns * kLanes, acc[i / kColumns][i % kColumns]);
+                constexpr int m = i / kColumns;
+                const int64_t at = column + i % kColumns * kLanes;
+                if (to < unit.last) {
+                    V::store(unit.sums + m * head_dim + at, acc[m][i % kColumns]);
+                } else if (unit.peak[m] != kMinusInfinity) {
+                    float* to_row = state.sums + (unit.row + m) * head_dim + at;
+                    V::store(to_row, unit.factors[m].merge(to_row, acc[m][i % kColumns]));
+                }
             });
         }
         if constexpr (kColumns > 1) {
             if (column < head_dim)
-                weigh<kRows, (kColumns + 1) / 2>(work, span, fetch, first, stop, last, to, column, source, sink);
+                weigh_columns<kRows, (kColumns + 1) / 2, false>(unit, span, from, to, ahead, offset, state, column);
         }
     }
 

@@ -55,11 +55,17 @@ struct LinearKernel {
             for (int j = 0; j < kPanels * kVectors; ++j)
                 acc[m][j] = k0 == 0 ? V::zero() : V::load(partial + (m * kPanels * kVectors + j) * V::kLanes);
         const A* x = job.x + row * job.x_stride + k0;
-        if (is_ahead)
-            tile<V, T, kRows, kPanels, kVectors, true>(x, job.x_stride, panels, kPanel * M::kStep, k1 - k0, acc,
-                                                       panels[kPanels - 1] + w.in_features * kPanel);
-        else
+        if (is_ahead) {
+            constexpr int kLine = 64 / sizeof(T), kStepSize = kPanel * M::kStep;
+            const T* const ahead = panels[kPanels - 1] + w.in_features * kPanel;
+            const auto fetch = [&](int64_t i) ROPEWAY_LAMBDA {
+                unroll<(kStepSize + kLine - 1) / kLine>(
+                    [&](auto line) ROPEWAY_LAMBDA { __builtin_prefetch(ahead + i * kPanel + line * kLine); });
+            };
+            tile<V, T, kRows, kPanels, kVectors>(x, job.x_stride, panels, kPanel * M::kStep, k1 - k0, acc, fetch);
+        } else {
             tile<V, T, kRows, kPanels, kVectors>(x, job.x_stride, panels, kPanel * M::kStep, k1 - k0, acc);
+        }
         if (k1 < w.in_features) {
             for (int m = 0; m < kRows; ++m)
                 for (int j = 0; j < kPanels * kVectors; ++j)

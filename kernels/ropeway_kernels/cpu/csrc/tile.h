@@ -38,12 +38,16 @@ ROPEWAY_INLINE void unroll(const Body& body) {
     unrolled<kCount>(body, std::make_integer_sequence<int, kCount>());
 }
 
+struct Nothing {
+    ROPEWAY_INLINE void operator()(int64_t) const {}
+};
+
 // acc[m][p * kVectors + v] += a[m, 0:k] . b[p][0:k, v-th vector of columns]
 //   a: rows lda elements apart. b: one pointer per panel; ldb elements from one K step of a panel to the next.
-//   kAhead: step by step, bring the panel at `ahead` nearer, which is laid out as that of b.
-template <class V, class T, int kRows, int kPanels, int kVectors, bool kAhead = false>
+//   beside(i): called before step i, to prefetch what comes next.
+template <class V, class T, int kRows, int kPanels, int kVectors, class Beside = Nothing>
 ROPEWAY_INLINE void tile(const typename Mac<V, T>::A* a, int64_t lda, const T* const* b, int64_t ldb, int64_t k,
-                         typename V::F (&out)[kRows][kPanels * kVectors], const T* ahead = nullptr) {
+                         typename V::F (&out)[kRows][kPanels * kVectors], const Beside& beside = {}) {
     using M = Mac<V, T>;
     using F = typename V::F;
     constexpr int kColumns = kPanels * kVectors;
@@ -52,11 +56,7 @@ ROPEWAY_INLINE void tile(const typename Mac<V, T>::A* a, int64_t lda, const T* c
     unroll<kPanels>([&](auto p) ROPEWAY_LAMBDA { panel[p] = b[p]; });
     unroll<kRows * kColumns>([&](auto i) ROPEWAY_LAMBDA { acc[i / kColumns][i % kColumns] = out[i / kColumns][i % kColumns]; });
     for (int64_t i = 0; i < k; i += M::kStep) {
-        if constexpr (kAhead) {
-            constexpr int kLine = 64 / sizeof(T), kStepSize = kVectors * V::kLanes * M::kStep;
-            unroll<(kStepSize + kLine - 1) / kLine>([&](auto line) ROPEWAY_LAMBDA { __builtin_prefetch(ahead + line * kLine); });
-            ahead += ldb;
-        }
+        beside(i);
         if constexpr (M::kDot) {
             typename V::Pair weights[kColumns];
             unroll<kColumns>([&](auto j) ROPEWAY_LAMBDA {
@@ -68,18 +68,29 @@ ROPEWAY_INLINE void tile(const typename Mac<V, T>::A* a, int64_t lda, const T* c
             });
         } else {
             unroll<M::kStep>([&](auto s) ROPEWAY_LAMBDA {
-                F weights[kColumns];
-                unroll<kColumns>([&](auto j) ROPEWAY_LAMBDA {
+                const auto weight = [&](auto j) ROPEWAY_LAMBDA {
                     const T* from = panel[j / kVectors] + (j % kVectors) * V::kLanes * M::kStep;
                     if constexpr (M::kPaired)
-                        weights[j] = V::load_pair(from, s);
+                        return V::load_pair(from, s);
                     else
-                        weights[j] = V::load(from);
-                });
-                unroll<kRows>([&](auto m) ROPEWAY_LAMBDA {
-                    const F x = V::set(a[m * lda + i + s]);
-                    unroll<kColumns>([&](auto j) ROPEWAY_LAMBDA { acc[m][j] = V::fma(x, weights[j], acc[m][j]); });
-                });
+                        return V::load(from);
+                };
+                // The shorter side stays in registers, the longer one comes piece by piece.
+                if constexpr (kRows < kColumns) {
+                    F x[kRows];
+                    unroll<kRows>([&](auto m) ROPEWAY_LAMBDA { x[m] = V::set(a[m * lda + i + s]); });
+                    unroll<kColumns>([&](auto j) ROPEWAY_LAMBDA {
+                        const F w = weight(j);
+                        unroll<kRows>([&](auto m) ROPEWAY_LAMBDA { acc[m][j] = V::fma(x[m], w, acc[m][j]); });
+                    });
+                } else {
+                    F weights[kColumns];
+                    unroll<kColumns>([&](auto j) ROPEWAY_LAMBDA { weights[j] = weight(j); });
+                    unroll<kRows>([&](auto m) ROPEWAY_LAMBDA {
+                        const F x = V::set(a[m * lda + i + s]);
+                        unroll<kColumns>([&](auto j) ROPEWAY_LAMBDA { acc[m][j] = V::fma(x, weights[j], acc[m][j]); });
+                    });
+                }
             });
         }
         unroll<kPanels>([&](auto p) ROPEWAY_LAMBDA { panel[p] += ldb; });
