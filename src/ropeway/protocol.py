@@ -61,6 +61,11 @@ class SamplingParams:
         return self.max_tokens == 0 and self.prompt_logprobs is None and not self.pooling
 
     @property
+    def needs_known_tokens(self) -> bool:
+        """Each token must be on the host before the next one can be drawn."""
+        return bool(self.grammar or self.bad_words)
+
+    @property
     def needs_penalties(self) -> bool:
         return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
 

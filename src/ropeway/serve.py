@@ -73,7 +73,12 @@ def make_executor(config: Config, model_folder: Path) -> Executor:
     """Runs in the engine process; the only way to torch from here."""
     from ropeway.worker.executor import LocalExecutor
 
-    executor: Executor = LocalExecutor(config, model_folder, home() / PACKED_FOLDER)
+    executor: Executor = LocalExecutor(
+        config,
+        model_folder,
+        home() / PACKED_FOLDER,
+        tokenizer_folder=lambda: _tokenizer_folder(config.model, model_folder),
+    )
     return executor
 
 
@@ -316,12 +321,17 @@ def url_of(config: ServerConfig, listener: socket.socket) -> str:
 def _load_tokenizer(config: ModelConfig, folder: Path) -> Tokenizer:
     from ropeway.server.tokenizer import Tokenizer
 
-    place = folder
-    if config.tokenizer:
-        place = Path(config.tokenizer)
-        if not place.is_dir():
-            place = resolve_model(config.tokenizer, revision=config.revision, download_dir=config.download_dir)
-    return Tokenizer.load(place, config.chat_template, model_folder=folder)
+    return Tokenizer.load(_tokenizer_folder(config, folder), config.chat_template, model_folder=folder)
+
+
+def _tokenizer_folder(config: ModelConfig, folder: Path) -> Path:
+    """folder: the model's."""
+    if not config.tokenizer:
+        return folder
+    place = Path(config.tokenizer)
+    if place.is_dir():
+        return place
+    return resolve_model(config.tokenizer, revision=config.revision, download_dir=config.download_dir)
 
 
 async def _in_thread(work: Callable[[], T]) -> T:

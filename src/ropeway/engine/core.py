@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from ropeway.config import Config
 from ropeway.engine.kv_cache import KVCacheManager
@@ -25,33 +26,65 @@ from ropeway.protocol import (
 )
 
 
+@dataclass(slots=True)
+class GrammarReady:
+    """From the executor by way of the inbox: a request's grammar is compiled, or cannot be."""
+
+    request_id: int
+    problem: str
+
+
 class EngineCore:
     def __init__(
-        self, scheduler: Scheduler, executor: Executor, clock: Callable[[], float], *, overlap: bool = False
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        clock: Callable[[], float],
+        *,
+        overlap: bool = False,
+        post: Callable[[GrammarReady], None] | None = None,
     ) -> None:
-        """overlap: plan step N + 1 while N runs. It hides the engine's own time where the device runs by itself."""
+        """overlap: plan step N + 1 while N runs. It hides the engine's own time where the device runs by itself.
+        post: brings a message to `handle` between steps, from any thread; without it, an executor must compile at once.
+        """
         self.scheduler = scheduler
         self._executor = executor
         self._clock = clock
         self._depth = 1 if overlap else 0
         self._in_flight: deque[tuple[SchedulerOutput, Handle, float]] = deque()
+        self._post = post or self.handle
+        self._compiling: dict[int, AddRequest] = {}  # requests whose grammar the executor gets ready, by id
 
-    def handle(self, message: EngineInput) -> None:
+    def handle(self, message: EngineInput | GrammarReady) -> None:
         """Take in one message from the API process, between steps."""
         match message:
             case AddRequest():
-                self.scheduler.add(message)
+                self._add(message)
+            case GrammarReady(request_id, problem):
+                if (waiting := self._compiling.pop(request_id, None)) is not None:  # not aborted meanwhile
+                    self.scheduler.add(waiting, problem)
             case AbortRequests(request_ids):
                 for request_id in request_ids:
+                    if (waiting := self._compiling.pop(request_id, None)) is not None:
+                        self.scheduler.add(waiting)
                     self.scheduler.abort(request_id)
             case ResetPrefixCache():
                 self.scheduler.reset_prefix_cache()
             case Shutdown():
                 pass  # the process leaves its loop; requests in flight are the API's to end
 
+    def _add(self, message: AddRequest) -> None:
+        """A request with a grammar waits outside the scheduler until its rows can begin without compiling anything."""
+        request_id, grammar = message.request_id, message.sampling.grammar
+        if not grammar:
+            self.scheduler.add(message)
+            return
+        self._compiling[request_id] = message
+        self._executor.compile(grammar, lambda problem: self._post(GrammarReady(request_id, problem)))
+
     @property
     def idle(self) -> bool:
-        """Nothing waits, runs, is in flight or is left to tell."""
+        """Nothing waits, runs, is in flight or is left to tell. (What compiles comes back as a message.)"""
         return not (self.scheduler.has_unfinished or self._in_flight or self.scheduler.changed)
 
     def step(self) -> StepOutputs | None:
@@ -76,8 +109,15 @@ class EngineCore:
         self._executor.close()
 
 
-def build_core(config: Config, executor: Executor, clock: Callable[[], float]) -> tuple[EngineCore, EngineReady]:
-    """Start the executor and put the engine together around the memory it found. Raises ConfigError."""
+def build_core(
+    config: Config,
+    executor: Executor,
+    clock: Callable[[], float],
+    *,
+    post: Callable[[GrammarReady], None] | None = None,
+) -> tuple[EngineCore, EngineReady]:
+    """Start the executor and put the engine together around the memory it found. post: as for EngineCore. Raises
+    ConfigError."""
     capacity = executor.start()
     kv = KVCacheManager(capacity.num_blocks, capacity.block_size, config.cache.enable_prefix_caching)
     max_num_seqs, budget = config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens
@@ -102,4 +142,4 @@ def build_core(config: Config, executor: Executor, clock: Callable[[], float]) -
         hidden_size=capacity.hidden_size,
         startup_seconds=capacity.startup_seconds,
     )
-    return EngineCore(scheduler, executor, clock, overlap=overlap), ready
+    return EngineCore(scheduler, executor, clock, overlap=overlap, post=post), ready

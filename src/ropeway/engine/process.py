@@ -26,7 +26,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 
 from ropeway.config import Config
-from ropeway.engine.core import build_core
+from ropeway.engine.core import GrammarReady, build_core
 from ropeway.engine.step import Executor
 from ropeway.errors import ConfigError
 from ropeway.protocol import EngineFailed, EngineInput, EngineOutput, EngineReady, EngineStats, Shutdown
@@ -41,7 +41,7 @@ PR_SET_NAME = 15
 ExecutorFactory = Callable[[], Executor]
 """Builds the executor inside the engine process; picklable, because it travels there."""
 
-Inbox = queue.SimpleQueue[EngineInput]
+Inbox = queue.SimpleQueue[EngineInput | GrammarReady]
 
 
 def serve_core(
@@ -54,7 +54,7 @@ def serve_core(
     try:
         executor = executor_factory()
         try:
-            core, ready = build_core(config, executor, time.monotonic)
+            core, ready = build_core(config, executor, time.monotonic, post=inbox.put)
         except BaseException:
             with contextlib.suppress(Exception):
                 executor.close()
@@ -155,7 +155,7 @@ def _transmit(conn: Connection, outbox: queue.SimpleQueue[bytes | None]) -> None
         os._exit(1)
 
 
-def _poll(inbox: Inbox) -> EngineInput | None:
+def _poll(inbox: Inbox) -> EngineInput | GrammarReady | None:
     return None if inbox.empty() else inbox.get_nowait()  # this thread is the only one that takes
 
 

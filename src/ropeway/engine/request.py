@@ -20,7 +20,7 @@ class Request:
     """``num_computed_tokens`` chases ``num_tokens``; there are no phases.
 
     ``token_ids`` are the known tokens. ``num_tokens`` counts those whose KV is to be computed: the known ones and, while
-    a step that samples is in flight, the token that it will bring. It never reaches ``max_num_tokens``, because the
+    a step that samples is in flight, the token that it will bring (if the request runs ahead). It never reaches ``max_num_tokens``, because the
     last token's KV is of no use to anyone. A request that generates nothing ends when its prompt is computed.
     """
 
@@ -44,6 +44,7 @@ class Request:
         "prompt_logprobs",
         "queue_deadline",
         "request_id",
+        "runs_ahead",
         "sampling",
         "status",
         "stop_ids",
@@ -62,6 +63,7 @@ class Request:
             self.max_num_tokens = self.num_prompt_tokens + 1
         self.num_computed_tokens = 0
         self.sampling = sampling
+        self.runs_ahead = not sampling.needs_known_tokens  # planned again before its last token is known
         eos = () if sampling.ignore_eos else sampling.eos_token_ids
         self.stop_ids = frozenset((*eos, *sampling.stop_token_ids))
         self.status = RequestStatus.WAITING

@@ -64,8 +64,9 @@ class Scheduler:
 
     # Requests in and out
 
-    def add(self, message: AddRequest) -> None:
-        """Queue a request. One that could never run ends at once with an error; the server refuses those earlier."""
+    def add(self, message: AddRequest, problem: str = "") -> None:
+        """Queue a request. One that could never run, or that has a problem already, ends at once with an error; the
+        server refuses such requests earlier."""
         if message.request_id in self.requests:
             raise ValueError(f"request id {message.request_id} is in use")
         request = Request(message, self._max_model_len)
@@ -77,7 +78,7 @@ class Scheduler:
             self.waiting.add(request)
         self._changed = True
         self._set_timers(request)
-        problem = self._impossible(request)
+        problem = problem or self._impossible(request)
         if problem:
             self._end_without_token(request, FinishReason.ERROR, problem)
         elif request.num_tokens >= request.max_num_tokens:  # resumed after its last token had been made
@@ -167,7 +168,8 @@ class Scheduler:
             if end < num_tokens:
                 samples.append(False)
             elif end + 1 < request.max_num_tokens:
-                request.num_tokens = end + 1
+                if request.runs_ahead:
+                    request.num_tokens = end + 1
                 samples.append(True)
             else:
                 samples.append(self._last_of(request, step))
@@ -214,7 +216,8 @@ class Scheduler:
             if end < request.num_tokens:
                 plan.samples.append(False)
             elif end + 1 < request.max_num_tokens:
-                request.num_tokens = end + 1
+                if request.runs_ahead:
+                    request.num_tokens = end + 1
                 plan.samples.append(True)
             else:
                 plan.samples.append(self._last_of(request, step))
@@ -254,7 +257,8 @@ class Scheduler:
                 self._end_without_token(request, FinishReason.STOP if request.sampling.pooling else FinishReason.LENGTH)
         request_ids, token_ids = outputs.request_ids, outputs.token_ids
         num_before = len(token_ids)
-        for request, epoch, tokens in zip(rows, plan.epochs, result.token_ids, strict=True):
+        complete = result.complete
+        for index, (request, epoch, tokens) in enumerate(zip(rows, plan.epochs, result.token_ids, strict=True)):
             # Another epoch: aborted, preempted or failed meanwhile; nobody waits for this row.
             if request.epoch != epoch or not tokens:
                 continue
@@ -267,8 +271,12 @@ class Scheduler:
                 if token in request.sampling.stop_token_ids:
                     outputs.stop_reasons[request.request_id] = token
                 self._finish(request, FinishReason.STOP)
+            elif complete and index in complete:
+                self._finish(request, FinishReason.STOP)
             elif len(known) >= request.max_num_tokens:
                 self._finish(request, FinishReason.LENGTH)
+            elif not request.runs_ahead:
+                request.num_tokens = len(known)
         outputs.token_counts += [1] * (len(token_ids) - num_before)
         outputs.stats.num_new_decode_tokens += len(token_ids) - num_before
         outputs.stats.execute_seconds = result.execute_seconds

@@ -6,6 +6,7 @@ Called by: scheduler (writes plans, reads results), worker (the reverse), tests 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -59,6 +60,7 @@ class ModelRunnerOutput:
     # Row index -> of the prompt tokens that follow those computed in this step; where the row asks for them.
     prompt_logprobs: dict[int, PromptLogprobs] = field(default_factory=dict)
     embeddings: dict[int, list[float]] = field(default_factory=dict)  # row index -> with the prompt's last token
+    complete: set[int] = field(default_factory=set)  # rows whose token completes their grammar: nothing may follow
     errors: dict[int, str] = field(
         default_factory=dict
     )  # row index -> why this row alone failed; its token_ids are empty
@@ -93,4 +95,9 @@ class Executor(Protocol):
 
     def start(self) -> KVCapacity: ...
     def submit(self, plan: SchedulerOutput) -> Handle: ...
+    def compile(self, grammar: str, done: Callable[[str], None]) -> None:
+        """Make a grammar ready for rows with it. Must not block; ``done`` is called once, in any thread, with the reason
+        if it cannot be used."""
+        ...
+
     def close(self) -> None: ...

@@ -168,7 +168,8 @@ class RequestRows:
         return _Extras(
             allowed=allowed,
             banned=inside(sampling.banned_token_ids),
-            ends=inside(sampling.eos_token_ids + sampling.stop_token_ids),
+            # Where a grammar rules, an end may be all that it allows: worker.constraints knows.
+            ends=inside(() if sampling.grammar else sampling.eos_token_ids + sampling.stop_token_ids),
             bias_ids=np.array(list(bias), dtype=np.int64),
             bias_values=np.array(list(bias.values()), dtype=np.float32),
             logprobs=sampling.logprobs,

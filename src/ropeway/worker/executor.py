@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +21,8 @@ from ropeway.errors import ConfigError
 from ropeway.protocol import SamplingParams
 
 if TYPE_CHECKING:
+    from ropeway.vocabulary import Vocabulary
+    from ropeway.worker.constraints import Constraints, Grammars
     from ropeway.worker.runner import ModelRunner
 
 logger = logging.getLogger(__name__)
@@ -31,11 +33,22 @@ _WARM_UP_ID = -1  # no request has a negative id
 class LocalExecutor:
     """Implements engine.step.Executor with one device. Picklable until started."""
 
-    def __init__(self, config: Config, model_folder: Path, packed_folder: Path | None = None) -> None:
-        """packed_folder: where packed weights are kept from one start to the next; None keeps none."""
+    def __init__(
+        self,
+        config: Config,
+        model_folder: Path,
+        packed_folder: Path | None = None,
+        *,
+        tokenizer_folder: Callable[[], Path] | None = None,
+    ) -> None:
+        """packed_folder: where packed weights are kept from one start to the next; None keeps none. tokenizer_folder:
+        asked when the first grammar comes; the model's folder otherwise."""
         self._config = config
         self._folder = model_folder
         self._packed_folder = packed_folder
+        self._tokenizer_folder = tokenizer_folder
+        self._grammars: Grammars | None = None
+        self._constraints: Constraints | None = None
         self._runner: ModelRunner | None = None
         self._runs_ahead = False  # the device does
         # With overlap on a device that does not: steps run here, in the order submitted.
@@ -55,6 +68,7 @@ class LocalExecutor:
             from ropeway.model.registry import parse_config
             from ropeway.worker import memory
             from ropeway.worker.backends import choose_backend, choose_kv_dtype, make_backend
+            from ropeway.worker.constraints import Constraints, Grammars
             from ropeway.worker.device import choose_dtype, make_device
             from ropeway.worker.graphs import LARGEST
             from ropeway.worker.runner import ModelRunner, allocate_kv_cache
@@ -127,6 +141,8 @@ class LocalExecutor:
                 device=device.torch_device,
             )
         overlap = config.scheduler.overlap == "on" or (config.scheduler.overlap == "auto" and device.runs_ahead)
+        self._grammars = Grammars(self._load_vocabulary, model_config.vocab_size)
+        self._constraints = Constraints(self._grammars, model_config.vocab_size)
         self._runner = ModelRunner(
             model,
             backend,
@@ -136,6 +152,7 @@ class LocalExecutor:
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
             vocab_size=model_config.vocab_size,
+            constraints=self._constraints,
             graphs=graphs,
         )
         self._runs_ahead = device.runs_ahead
@@ -184,12 +201,25 @@ class LocalExecutor:
             done.set_exception(error)
         return done
 
+    def compile(self, grammar: str, done: Callable[[str], None]) -> None:
+        assert self._grammars is not None, "start() comes first"
+        self._grammars.compile(grammar, done)
+
+    def _load_vocabulary(self) -> Vocabulary:
+        from ropeway.vocabulary import Vocabulary
+
+        folder = self._folder if self._tokenizer_folder is None else self._tokenizer_folder()
+        return Vocabulary.load(folder, self._folder)
+
     def close(self) -> None:
         """Wait for the step in flight and let go of the model. May be called twice."""
         if self._thread is not None:
             self._thread.shutdown(wait=True)
             self._thread = None
-        self._runner = None
+        for part in (self._grammars, self._constraints):
+            if part is not None:
+                part.close()
+        self._runner = self._grammars = self._constraints = None
 
     def _warm_up(self, num_tokens: int) -> None:
         """One prompt step and, if a block has room for it, one decode step, through the path of every request: what is

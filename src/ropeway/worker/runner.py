@@ -23,6 +23,7 @@ from torch import Tensor
 from ropeway.attention.base import AttentionBackend, AttentionMetadata
 from ropeway.engine.step import ModelRunnerOutput, SchedulerOutput
 from ropeway.worker.batch import RequestRows
+from ropeway.worker.constraints import Constraints, StepMasks
 from ropeway.worker.device import Device, Results
 from ropeway.worker.graphs import DecodeGraphs
 from ropeway.worker.prompts import PromptRows, PromptStep
@@ -87,9 +88,11 @@ class ModelRunner:
         max_num_seqs: int,
         max_model_len: int,
         vocab_size: int,
+        constraints: Constraints | None = None,
         graphs: bool = False,
     ) -> None:
-        """kv_cache: as allocate_kv_cache makes it. graphs: replay decode steps as CUDA graphs, if the backend allows."""
+        """kv_cache: as allocate_kv_cache makes it. constraints: for rows with a grammar or bad words, if there can be
+        any. graphs: replay decode steps as CUDA graphs, if the backend allows."""
         self._model = model
         self._backend = backend
         self._device = device
@@ -97,6 +100,7 @@ class ModelRunner:
         self._kv_layers = [kv_cache[:, layer] for layer in range(kv_cache.shape[1])]
         self.rows = RequestRows(max_num_seqs, max_model_len, block_size, vocab_size, device)
         self.prompts = PromptRows(device)
+        self.constraints = constraints
         self._finished = 0.0  # when the last result was there, by time.perf_counter
         self._decode: DecodeGraphs | None = None
         if getattr(backend, "captures_decode", False):
@@ -115,6 +119,8 @@ class ModelRunner:
         try:
             self.rows.apply(plan)
             self.prompts.apply(plan)
+            if self.constraints is not None:
+                self.constraints.apply(plan)
             if plan.block_copies:
                 self._copy_blocks(plan.block_copies)
             if plan.request_ids:
@@ -139,6 +145,7 @@ class ModelRunner:
         if self._decode is not None and max(plan.num_tokens) == 1 and prompts is None:
             padded = self._decode.padded_size(len(plan.request_ids))
         batch = self.rows.gather(plan, padded)
+        masks = step.masks = self.constraints.begin(plan, batch.sampled) if self.constraints is not None else None
         batch.meta = self._backend.prepare(batch.meta)
         prompt_tensors: list[Tensor] = []
         if prompts is not None:
@@ -159,6 +166,10 @@ class ModelRunner:
             logits = self._forward(batch.input_ids, batch.positions, batch.meta, batch.logits_indices)
         tensors: list[Tensor] = []
         if batch.sampled:
+            if masks is not None:
+                masks.wait()
+                uploaded = self._device.upload({"rows": masks.rows, "bits": masks.bits})
+                batch.sampling.masks = uploaded["rows"], uploaded["bits"]
             drawn = draw(logits, batch.sampling, self._device.native)
             self.rows.commit(batch, drawn.token_ids)
             tensors = [drawn.token_ids, drawn.best]
@@ -184,6 +195,7 @@ class PendingStep:
         self.prompts: PromptStep | None = None
         self.sampled: list[int] = []  # the plan's index of each row that samples
         self.sampling: SamplingInputs | None = None
+        self.masks: StepMasks | None = None
 
     def result(self) -> ModelRunnerOutput:
         """Wait for the step. Once only, and in the order in which steps were begun."""
@@ -203,11 +215,15 @@ class PendingStep:
         return output
 
     def _fill(self, output: ModelRunnerOutput, result: Sampled) -> None:
+        plan, constraints = self._plan, self._runner.constraints if self.masks is not None else None
         for i, (row, token) in enumerate(zip(self.sampled, result.token_ids.tolist(), strict=True)):
             if i in result.errors:
-                output.errors[row] = result.errors[i]
+                reasons = self.masks.errors if self.masks is not None else {}
+                output.errors[row] = reasons.get(i, result.errors[i])
                 continue
             output.token_ids[row] = [token]
+            if constraints is not None and constraints.take(plan.request_ids[row], plan.epochs[row], token):
+                output.complete.add(row)
             if i in result.logprobs:
                 output.logprobs[row] = [result.logprobs[i]]
 

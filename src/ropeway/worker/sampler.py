@@ -52,6 +52,7 @@ class SamplingInputs:
     top_k: Tensor | None = None  # [num_filtered, 1] int64; at least the vocabulary size where there is no bound
     top_p: Tensor | None = None  # [num_filtered, 1] float32
     min_p: Tensor | None = None  # [num_filtered, 1] float32
+    masks: tuple[Tensor, Tensor] | None = None  # (rows [n] int64, bits [n, words] int32 over the vocabulary: allowed)
     allowed: list[tuple[int, Tensor]] = field(default_factory=list)  # (row, token ids [n] int64)
     banned: tuple[Tensor, Tensor] | None = None  # (rows [n], token ids [n]) int64; includes ends below min_tokens
     bias: tuple[Tensor, Tensor, Tensor] | None = None  # (rows [n], token ids [n], values [n] float32)
@@ -99,7 +100,7 @@ def draw(
     in place. native: kernels for a CPU. triton: whether to use those for a GPU; None is on CUDA, where there are any.
     All compare the same numbers, within a few roundings.
 
-    Order: allowed and banned ids (with end tokens below min_tokens), logit_bias, penalties (repetition, frequency,
+    Order: masks (of grammars and bad words), allowed and banned ids (with end tokens below min_tokens), logit_bias, penalties (repetition, frequency,
     presence), then greedy or temperature, top_k, top_p (of what top_k left), min_p (relative to the best token), noise.
     Log-probabilities are taken of the logits as they came.
     """
@@ -210,6 +211,8 @@ def _to_device(numbers: list[int], device: torch.device) -> Tensor:
 
 def _process(logits: Tensor, inputs: SamplingInputs, kernels: Any = None) -> None:
     """kernels: native ones or Triton's, which penalise alike."""
+    if inputs.masks is not None:
+        _mask(logits, *inputs.masks)
     for row, ids in inputs.allowed:
         line = logits[row]
         kept = line[ids]
@@ -234,6 +237,19 @@ def _process(logits: Tensor, inputs: SamplingInputs, kernels: Any = None) -> Non
             )
         else:
             _penalise(logits, penalties)
+
+
+def _mask(logits: Tensor, rows: Tensor, bits: Tensor) -> None:
+    """Tokens without a bit, or beyond the bits, become impossible. See SamplingInputs.masks."""
+    vocab = logits.shape[1]
+    if logits.device.type == "cpu":
+        for row, words in zip(rows.tolist(), (~bits).numpy(), strict=True):
+            banned = np.unpackbits(words.view(np.uint8), bitorder="little", count=vocab)
+            logits[row].masked_fill_(torch.from_numpy(banned).view(torch.bool), _NEGATIVE_INFINITY)
+        return
+    shifts = torch.arange(32, dtype=torch.int32, device=bits.device)
+    allowed = ((bits[:, :, None] >> shifts) & 1).bool().flatten(1)[:, :vocab]
+    logits[rows] = logits[rows].masked_fill_(~allowed, _NEGATIVE_INFINITY)
 
 
 def _penalise(logits: Tensor, penalties: Penalties) -> None:
