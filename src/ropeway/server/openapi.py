@@ -152,6 +152,15 @@ EXAMPLES: dict[str, dict[str, Json]] = {
     "/v1/chat/completions": {
         "A question": {"messages": _HELLO, "max_tokens": 32, "temperature": 0},
         "A stream": {"messages": _HELLO, "stream": True, "stream_options": {"include_usage": True}},
+        "A JSON answer": {
+            "messages": _HELLO,
+            "response_format": {"type": "json_schema", "json_schema": {"name": "city", "schema": _CITY}},
+        },
+        "A tool": {
+            "messages": _HELLO,
+            "tools": [{"type": "function", "function": _WEATHER}],
+            "tool_choice": "required",
+        },
     },
     "/v1/completions": {
         "A text": {"prompt": "The capital of France is", "max_tokens": 8, "temperature": 0},
