@@ -56,7 +56,7 @@ class _Wrapped:
                     start = end
                     break
             else:
-                start += 1  # no token has this byte: no text with it can be generated
+                return []  # no token goes on here: such a text cannot be generated
         return ids
 
 

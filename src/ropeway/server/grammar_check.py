@@ -42,7 +42,8 @@ MEMORY_LIMIT = 2**30  # bytes of address space beside what it has when it starts
 STACK_BYTES = 2**20  # less than any stack in the engine: what overflows, overflows here
 NICENESS = 5
 TRIED_TOKENS = 16  # generated at random after compiling: what is too complex to run shows at once
-MAX_QUEUED = 16
+MAX_QUEUED = 256
+MAX_WAIT = 10.0  # seconds in the queue, which most grammars leave after milliseconds
 MAX_REMEMBERED = 512
 _GBNF = re.compile(r'%gbnf ("(?:[^"\\]|\\.)*")')
 
@@ -69,15 +70,10 @@ class GrammarChecker:
         if known is None:
             if (running := self._tries.get(key)) is None:
                 if len(self._tries) > MAX_QUEUED:
-                    self._metrics.grammar_refused("queue_full")
-                    raise RequestError(
-                        "Too many grammars are waiting to be compiled.",
-                        status=429,
-                        type="rate_limit_error",
-                        code="grammar_queue_full",
-                        headers={"Retry-After": "1"},
-                    )
-                running = self._tries[key] = asyncio.get_running_loop().run_in_executor(self._thread, self._try, source)
+                    raise self._queue_full()
+                loop = asyncio.get_running_loop()
+                latest = time.monotonic() + MAX_WAIT
+                running = self._tries[key] = loop.run_in_executor(self._thread, self._try, source, latest)
                 running.add_done_callback(lambda done: self._remember(key, done))
             try:
                 known = await asyncio.shield(running)  # one client that leaves does not take it from the others
@@ -88,6 +84,16 @@ class GrammarChecker:
         if isinstance(known, GrammarError):
             raise GrammarError(str(known))
         return known or source
+
+    def _queue_full(self) -> RequestError:
+        self._metrics.grammar_refused("queue_full")
+        return RequestError(
+            "Too many grammars are waiting to be compiled.",
+            status=429,
+            type="rate_limit_error",
+            code="grammar_queue_full",
+            headers={"Retry-After": "1"},
+        )
 
     def _remember(self, key: bytes, done: asyncio.Future[str]) -> None:
         del self._tries[key]
@@ -108,8 +114,11 @@ class GrammarChecker:
 
     # In the thread
 
-    def _try(self, source: str) -> str:
-        """Empty if the source is good as it is, else what it was translated to. Raises GrammarError."""
+    def _try(self, source: str, latest: float) -> str:
+        """Empty if the source is good as it is, else what it was translated to. Raises GrammarError, and RequestError
+        if ``latest`` (time.monotonic()) has passed."""
+        if time.monotonic() > latest:
+            raise self._queue_full()
         self._start()
         assert self._pipe is not None
         began = time.monotonic()

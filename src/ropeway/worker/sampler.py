@@ -240,15 +240,18 @@ def _process(logits: Tensor, inputs: SamplingInputs, kernels: Any = None) -> Non
 
 
 def _mask(logits: Tensor, rows: Tensor, bits: Tensor) -> None:
-    """Tokens without a bit, or beyond the bits, become impossible. See SamplingInputs.masks."""
-    vocab = logits.shape[1]
-    if logits.device.type == "cpu":
-        for row, words in zip(rows.tolist(), (~bits).numpy(), strict=True):
-            banned = np.unpackbits(words.view(np.uint8), bitorder="little", count=vocab)
-            logits[row].masked_fill_(torch.from_numpy(banned).view(torch.bool), _NEGATIVE_INFINITY)
+    """Tokens without a bit become impossible. See SamplingInputs.masks."""
+    if logits.device.type != "cpu":
+        _mask_on_device(logits, rows, bits)
         return
+    for row, words in zip(rows.tolist(), (~bits).numpy(), strict=True):
+        banned = np.unpackbits(words.view(np.uint8), bitorder="little", count=logits.shape[1])
+        logits[row].masked_fill_(torch.from_numpy(banned).view(torch.bool), _NEGATIVE_INFINITY)
+
+
+def _mask_on_device(logits: Tensor, rows: Tensor, bits: Tensor) -> None:
     shifts = torch.arange(32, dtype=torch.int32, device=bits.device)
-    allowed = ((bits[:, :, None] >> shifts) & 1).bool().flatten(1)[:, :vocab]
+    allowed = ((bits[:, :, None] >> shifts) & 1).bool().flatten(1)[:, : logits.shape[1]]
     logits[rows] = logits[rows].masked_fill_(~allowed, _NEGATIVE_INFINITY)
 
 
