@@ -23,6 +23,7 @@ from ropeway.protocol import SamplingParams
 from ropeway.vocabulary import Vocabulary
 from ropeway.worker.constraints import Constraints, Grammars
 from ropeway.worker.sampler import SamplingInputs, draw, report
+from ropeway_kernels import cpu
 
 JSON = (
     'start: %json {"type": "object", "required": ["ok"], "properties": {"ok": {"enum": [true, "no", 12]}}, '
@@ -235,14 +236,11 @@ def bits_of(rows: list[set[int]], vocab: int) -> torch.Tensor:
     return torch.from_numpy(np.packbits(flags, axis=1, bitorder="little").view(np.int32))
 
 
-@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("native", [None, "native"])
 @pytest.mark.parametrize("vocab", [31, 64, 151])
-def test_o52_masks_with_every_other_parameter_in_one_batch(vocab: int, on_device: bool, monkeypatch) -> None:
+def test_o52_masks_with_every_other_parameter_in_one_batch(vocab: int, native: Any) -> None:
     """Each row's token is that of the row alone, one allowed token is taken, a row without any is an error."""
-    from ropeway.worker import sampler
-
-    if on_device:  # the arithmetic that a GPU runs
-        monkeypatch.setattr(sampler, "_mask", sampler._mask_on_device)
+    kernels = cpu.load() if native else None
     generator = torch.Generator().manual_seed(3)
     logits = torch.randn(6, vocab, generator=generator) * 4
     logits[4, 3] = float("nan")
@@ -263,9 +261,9 @@ def test_o52_masks_with_every_other_parameter_in_one_batch(vocab: int, on_device
             logprobs=[(place, 3) for place in range(len(rows))],
         )
 
-    together = report(draw(logits.clone(), inputs(list(range(6)))), inputs(list(range(6))))
+    together = report(draw(logits.clone(), inputs(list(range(6))), kernels), inputs(list(range(6))))
     for row_index in range(6):
-        alone = report(draw(logits[[row_index]].clone(), inputs([row_index])), inputs([row_index]))
+        alone = report(draw(logits[[row_index]].clone(), inputs([row_index]), kernels), inputs([row_index]))
         assert (row_index in together.errors) == (0 in alone.errors)
         assert together.token_ids[row_index] == alone.token_ids[0]
     assert set(together.errors) == {3, 4}

@@ -212,7 +212,8 @@ def _to_device(numbers: list[int], device: torch.device) -> Tensor:
 def _process(logits: Tensor, inputs: SamplingInputs, kernels: Any = None) -> None:
     """kernels: native ones or Triton's, which penalise alike."""
     if inputs.masks is not None:
-        _mask(logits, *inputs.masks)
+        mask = _mask_on_host if kernels is not None and logits.device.type == "cpu" else _mask
+        mask(logits, *inputs.masks)
     for row, ids in inputs.allowed:
         line = logits[row]
         kept = line[ids]
@@ -241,18 +242,16 @@ def _process(logits: Tensor, inputs: SamplingInputs, kernels: Any = None) -> Non
 
 def _mask(logits: Tensor, rows: Tensor, bits: Tensor) -> None:
     """Tokens without a bit become impossible. See SamplingInputs.masks."""
-    if logits.device.type != "cpu":
-        _mask_on_device(logits, rows, bits)
-        return
-    for row, words in zip(rows.tolist(), (~bits).numpy(), strict=True):
-        banned = np.unpackbits(words.view(np.uint8), bitorder="little", count=logits.shape[1])
-        logits[row].masked_fill_(torch.from_numpy(banned).view(torch.bool), _NEGATIVE_INFINITY)
-
-
-def _mask_on_device(logits: Tensor, rows: Tensor, bits: Tensor) -> None:
     shifts = torch.arange(32, dtype=torch.int32, device=bits.device)
     allowed = ((bits[:, :, None] >> shifts) & 1).bool().flatten(1)[:, : logits.shape[1]]
     logits[rows] = logits[rows].masked_fill_(~allowed, _NEGATIVE_INFINITY)
+
+
+def _mask_on_host(logits: Tensor, rows: Tensor, bits: Tensor) -> None:
+    """The same, a row at a time, so that what it takes stays in the cache."""
+    for row, words in zip(rows.tolist(), (~bits).numpy(), strict=True):
+        banned = np.unpackbits(words.view(np.uint8), bitorder="little", count=logits.shape[1])
+        logits[row].masked_fill_(torch.from_numpy(banned).view(torch.bool), _NEGATIVE_INFINITY)
 
 
 def _penalise(logits: Tensor, penalties: Penalties) -> None:
