@@ -490,7 +490,7 @@ async def test_what_a_client_hears_of_a_limit_of_time() -> None:
     house.app.state.service.client = house.client = late
     async with house.http() as http:
         for reason, status, code in (
-            (FinishReason.DEADLINE, 504, "deadline_exceeded"),
+            (FinishReason.DEADLINE, 408, "deadline_exceeded"),
             (FinishReason.QUEUE_TIMEOUT, 429, "queue_timeout"),
         ):
             late.reason = reason
@@ -529,7 +529,7 @@ async def test_limits_of_time_reach_the_engine_from_body_or_header() -> None:
             response = await http.post(CHAT, json=BODY, headers={"x-deadline-ms": header})
             assert response.status_code == 400, header
         response = await http.post(CHAT, json={**BODY, "deadline_ms": 0})
-        assert (response.status_code, response.json()["error"]["code"]) == (504, "deadline_exceeded")
+        assert (response.status_code, response.json()["error"]["code"]) == (408, "deadline_exceeded")
     assert len(house.client.added) == 4
 
 

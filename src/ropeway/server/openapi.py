@@ -185,11 +185,11 @@ _PROBLEMS = {
     "400": "The request is wrong; `param` names the field.",
     "401": "No API key, or one that is not known here.",
     "404": "There is no such model, request or response.",
+    "408": "The request's deadline passed before its first token.",
     "413": "The body is too large.",
     "429": "Too much is in flight already; see Retry-After.",
     "500": "The engine failed, or the server has a bug.",
     "503": "This replica cannot serve now: it is starting, draining or restarting its engine.",
-    "504": "The request's deadline passed before its first token.",
 }
 
 

@@ -530,11 +530,13 @@ class Service:
 
 
 def deadline_exceeded() -> RequestError:
+    """Not a 5xx: a balancer takes those for a replica's fault, and this is the client's own limit."""
     return RequestError(
         "The request's deadline_ms passed before its first token.",
-        status=504,
+        status=408,
         type="timeout_error",
         code="deadline_exceeded",
+        headers={"x-should-retry": "false"},  # OpenAI's and Anthropic's clients would
     )
 
 

@@ -23,7 +23,7 @@ Json = dict[str, Any]
 
 ERROR_TYPES = {
     401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
-    429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error",
+    429: "rate_limit_error", 503: "overloaded_error", 408: "timeout_error",
 }  # fmt: skip
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "abort": "end_turn"}
 
