@@ -76,7 +76,6 @@ FAULTS = [
     Fault("a fork of a parent that is being computed again", "engine/forks.py", "parent.epoch == child.parent_epoch", "parent.status is RequestStatus.RUNNING"),
     Fault("forks of another salt", "engine/forks.py", "child.cache_salt == parent.cache_salt", "True"),
     Fault("forks wait for who has ended", "engine/scheduler.py", "        self._queue_forks(self.forks.pop_orphans(request))\n", ""),
-    Fault("a fork is published as its parent was", "engine/kv_cache.py", "next(unpublished, len(table))", "0"),
     Fault("results taken in reverse", "engine/core.py", "self._in_flight.popleft()", "self._in_flight.pop()"),
 ]  # fmt: skip
 

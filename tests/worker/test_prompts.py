@@ -85,7 +85,7 @@ def test_prompt_logprobs_do_not_depend_on_chunks_or_neighbours(decoder, chunks, 
 
 def test_prompt_logprobs_use_few_rows_of_logits_at_a_time(decoder, monkeypatch):  # noqa: F811
     want = scores(make_runner(decoder), [15])
-    monkeypatch.setattr(prompts, "_CHUNK", 120 * 4)
+    monkeypatch.setattr(prompts, "_CPU_CHUNK", 120 * 4)
     runner, sizes, head = make_runner(decoder), [], decoder.logits
 
     def logits(hidden):

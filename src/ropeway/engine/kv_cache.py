@@ -81,8 +81,7 @@ class KVCacheManager:
                 return None
             self.pool.share(prefix.block_ids)
             table = self.tables[request.request_id] = list(prefix.block_ids)
-            unpublished = (index for index, block in enumerate(table) if self.pool.hash_of[block] is None)
-            self._num_published[request.request_id] = next(unpublished, len(table))
+            self._num_published[request.request_id] = len(table)  # a fork's are its parent's to publish
             new = self.pool.take(self.blocks_for(num_tokens) - len(table))
             table += new
             return table

@@ -172,6 +172,8 @@ class Gate:
         finally:
             if self._logs and scope["method"] == "POST":
                 _log(info, status, self._service.clock())
+            # Scope and info hold each other until the collector comes by. The call may be large: it goes now.
+            info.call = None
 
 
 def _log(info: RequestInfo, status: int, now: float) -> None:

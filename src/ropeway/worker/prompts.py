@@ -22,7 +22,8 @@ from ropeway.protocol import PromptLogprobs
 from ropeway.worker.device import Device
 from ropeway.worker.sampler import raw_logprobs
 
-_CHUNK = 2**21  # logits at a time; with what is made of them, a few times so many numbers
+_CHUNK = 2**22  # logits at a time; with what is made of them, a few times so many numbers
+_CPU_CHUNK = 2**20  # already enough to be at the processor's peak
 
 
 @dataclass(slots=True)
@@ -62,6 +63,7 @@ class PromptStep:
     targets: Tensor  # [num_scored] int64; the tokens that follow
     scored: list[_Scored]
     pooled: list[_Pooled]
+    vocab_size: int
 
     def run(self, hidden: Tensor, logits: Callable[[Tensor], Tensor]) -> list[Tensor]:
         """hidden ``[num_scored + num_pooled, hidden_size]``; logits: the head, ``[n, hidden_size]`` to ``[n, vocab]``.
@@ -92,16 +94,19 @@ class PromptStep:
             output.embeddings.update(zip(rows, tensors[0].tolist(), strict=True))
 
     def _score(self, hidden: Tensor, logits: Callable[[Tensor], Tensor]) -> list[Tensor]:
-        most = max(run.num_top for run in self.scored)
-        parts: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
-        begin, size = 0, 1  # the first row tells how wide the vocabulary is
-        while begin < hidden.shape[0]:
-            rows = logits(hidden[begin : begin + size])
-            found = raw_logprobs(rows, self.targets[begin : begin + size], most)
-            parts.append((found.chosen, found.ranks.int(), found.top_ids.int(), found.top))
-            begin += size
-            size = max(1, _CHUNK // rows.shape[1])
-        return [torch.cat(column) for column in zip(*parts, strict=True)]
+        num_rows, place = hidden.shape[0], hidden.device
+        most = min(max(run.num_top for run in self.scored), self.vocab_size)
+        # What stays is allocated before what does not: in between, it would keep the heap from being used again.
+        chosen, ranks = torch.empty(num_rows, device=place), torch.empty(num_rows, dtype=torch.int32, device=place)
+        top_ids = torch.empty(num_rows, most, dtype=torch.int32, device=place)
+        top = torch.empty(num_rows, most, device=place)
+        size = max(1, (_CPU_CHUNK if place.type == "cpu" else _CHUNK) // self.vocab_size)
+        for begin in range(0, num_rows, size):
+            some = slice(begin, begin + size)
+            found = raw_logprobs(logits(hidden[some]), self.targets[some], most)
+            for result, part in zip((chosen, ranks, top_ids, top), found.columns(), strict=True):
+                result[some] = part
+        return [chosen, ranks, top_ids, top]
 
     def _pool(self, hidden: Tensor) -> Tensor | None:
         """``[rows that end, hidden_size]`` float32."""
@@ -120,7 +125,8 @@ class PromptStep:
 class PromptRows:
     """The requests in the runner's rows of which more than KV is wanted. Most of the time there are none."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, vocab_size: int, device: Device) -> None:
+        self._vocab_size = vocab_size
         self._device = device
         self._prompts: dict[int, _Prompt] = {}  # by request id
 
@@ -169,7 +175,7 @@ class PromptRows:
             "indices": np.concatenate([none, *score_indices, *pool_indices]),
             "targets": np.concatenate([none, *targets]),
         }
-        return PromptStep(**self._device.upload(arrays), scored=scored, pooled=pooled)
+        return PromptStep(**self._device.upload(arrays), scored=scored, pooled=pooled, vocab_size=self._vocab_size)
 
 
 def _prompt_of(new: NewRow) -> _Prompt:

@@ -99,7 +99,7 @@ class ModelRunner:
         self._kv_cache = kv_cache
         self._kv_layers = [kv_cache[:, layer] for layer in range(kv_cache.shape[1])]
         self.rows = RequestRows(max_num_seqs, max_model_len, block_size, vocab_size, device)
-        self.prompts = PromptRows(device)
+        self.prompts = PromptRows(vocab_size, device)
         self.constraints = constraints
         self._finished = 0.0  # when the last result was there, by time.perf_counter
         self._decode: DecodeGraphs | None = None
@@ -174,7 +174,7 @@ class ModelRunner:
             self.rows.commit(batch, drawn.token_ids)
             tensors = [drawn.token_ids, drawn.best]
             if (found := drawn.logprobs) is not None:
-                tensors += [found.chosen, found.ranks, found.top_ids, found.top]
+                tensors += found.columns()
             step.sampled, step.sampling = batch.sampled, batch.sampling
         step.num_drawn = len(tensors)
         step.results = self._device.download(tensors + prompt_tensors)

@@ -78,6 +78,9 @@ class Logprobs:
     top_ids: Tensor  # [n, k] int64
     top: Tensor  # [n, k] float32, falling
 
+    def columns(self) -> list[Tensor]:
+        return [self.chosen, self.ranks, self.top_ids, self.top]
+
 
 @dataclass(slots=True)
 class Sampled:
@@ -151,7 +154,7 @@ def report(drawn: Drawn, inputs: SamplingInputs) -> Sampled:
     }
     logprobs: dict[int, TokenLogprobs] = {}
     if (found := drawn.logprobs) is not None:
-        columns = (found.chosen.tolist(), found.ranks.tolist(), found.top_ids.tolist(), found.top.tolist())
+        columns = [column.tolist() for column in found.columns()]
         for (row, count), value, rank, ids, values in zip(inputs.logprobs, *columns, strict=True):
             if row not in errors:
                 logprobs[row] = TokenLogprobs(value, rank, ids[:count], values[:count])

@@ -94,11 +94,9 @@ class PromptReport:
         }
         for number, (token_id, value) in enumerate(zip(token_ids[1:], found, strict=True), 1):
             if self._prompt_logprobs is not None:
-                entry = _entry(tokenizer, token_id, value, self._prompt_logprobs)
-                entries.append(orjson.Fragment(orjson.dumps(entry)))
+                entries.append(_json(_entry(tokenizer, token_id, value, self._prompt_logprobs)))
             if self._echo_logprobs is not None:
-                top = completion_top(tokenizer, token_id, value, self._echo_logprobs)
-                block["top_logprobs"].append(orjson.Fragment(orjson.dumps(top)))
+                block["top_logprobs"].append(_json(completion_top(tokenizer, token_id, value, self._echo_logprobs)))
                 block["token_logprobs"].append(finite(value.logprob))
             if number % _SLICE == 0:
                 await asyncio.sleep(0)
@@ -110,6 +108,11 @@ class PromptReport:
                 block["text_offset"].append(offset)
                 offset += len(piece)
             report.block = block
+
+
+def _json(value: Any) -> orjson.Fragment:
+    """In bytes of its own length: those that orjson gives hold four times as much memory."""
+    return orjson.Fragment(bytes(memoryview(orjson.dumps(value))))
 
 
 def _entry(tokenizer: Tokenizer, token_id: int, value: TokenLogprobs, most: int) -> dict[str, Any]:
