@@ -51,10 +51,10 @@ class CallReader:
         """Write into ``delta`` what is certain now."""
         if self.is_full or not (text or last):
             return
-        self._out.delta = delta
         self._cursor.add(text, last)
         if next(self._steps, self) is self and not last:
             self.is_full = True
+        self._out.give_out(delta)
 
     def _run(self, read: ReadCalls, signatures: Signatures) -> Steps[None]:
         cursor, out = self._cursor, self._out
@@ -65,8 +65,8 @@ class CallReader:
                 except Malformed:
                     if out.is_open:
                         out.end()
-                    out.content(cursor.text[: cursor.pos])
-                cursor.drop()
+                    out.content(cursor.held)
+                cursor.settle()
         except Full:
             return
         out.close()
@@ -75,14 +75,14 @@ class CallReader:
         """Give out what is content before the next mark; false at the end."""
         cursor = self._cursor
         while (match := self._pattern.search(cursor.text, cursor.pos)) is None:
-            held = 0 if cursor.ended else num_undecided(cursor.text, self._marks)
+            held = 0 if cursor.ended else num_undecided(cursor.text[cursor.pos :], self._marks)
             cursor.pos = len(cursor.text) - held
-            self._out.content(cursor.text[: cursor.pos])
-            cursor.drop()
+            self._out.content(cursor.held)
+            cursor.settle()
             if cursor.ended:
                 return False
             yield
         cursor.pos = match.start()
-        self._out.content(cursor.text[: cursor.pos])
-        cursor.drop()
+        self._out.content(cursor.held)
+        cursor.settle()
         return True

@@ -67,7 +67,9 @@ def _json(cursor: Cursor, out: MessageWriter, signatures: Signatures) -> Steps[N
         yield from cursor.skip_space()
     yield from json_call(cursor, out, signatures)
     yield from cursor.skip_space()
-    cursor.pos = cursor.pos + 1 if (yield from cursor.peek()) == ";" else 0  # else the space belongs to the text
+    cursor.pos = (
+        cursor.pos + 1 if (yield from cursor.peek()) == ";" else cursor.mark
+    )  # else the space belongs to the text
 
 
 def _mistral(cursor: Cursor, out: MessageWriter, signatures: Signatures) -> Steps[None]:

@@ -12,7 +12,7 @@ import json
 import re
 from collections.abc import Callable, Container
 
-from ropeway.server.output.cursor import MAX_HELD, Cursor, Malformed, Steps
+from ropeway.server.output.cursor import Cursor, Malformed, Steps
 from ropeway.server.output.writer import MessageWriter
 
 ARGUMENT_KEYS = ("arguments", "parameters")
@@ -101,11 +101,11 @@ def json_string(cursor: Cursor, limit: int) -> Steps[str]:
     pieces: list[str] = []
     if (yield from cursor.peek()) != '"':
         raise Malformed
-    start = cursor.num_dropped + cursor.pos
+    start = cursor.num_read
 
     def keep(text: str) -> None:
         pieces.append(text)
-        if cursor.num_dropped + cursor.pos - start > limit:
+        if cursor.num_read - start > limit:
             raise Malformed
 
     yield from json_value(cursor, keep)
@@ -132,8 +132,8 @@ def json_value(cursor: Cursor, emit: Callable[[str], None]) -> Steps[None]:
     while True:
         if not (yield from cursor.peek()):
             raise Malformed
-        match = (_IN_STRING if in_string else _BRACKETS).search(cursor.text, cursor.pos, MAX_HELD + 1)
-        end = min(len(cursor.text), MAX_HELD + 1) if match is None else match.end()
+        match = (_IN_STRING if in_string else _BRACKETS).search(cursor.text, cursor.pos, cursor.limit)
+        end = min(len(cursor.text), cursor.limit) if match is None else match.end()
         if match is not None:
             letter = match.group()
             if letter == '"':

@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from ropeway.server.output.cursor import MAX_HELD, Cursor, Malformed, Steps
+from ropeway.server.output.cursor import Cursor, Malformed, Steps
 from ropeway.server.output.writer import MessageWriter
 
 _STOPS = {"": re.compile(r"""['"\[\](){}]"""), "'": re.compile(r"['\\]"), '"': re.compile(r'["\\]')}
@@ -56,8 +56,8 @@ def _brackets(cursor: Cursor) -> Steps[None]:
     while True:
         if not (yield from cursor.peek()):
             raise Malformed
-        match = _STOPS[quote].search(cursor.text, cursor.pos, MAX_HELD + 1)
-        cursor.pos = min(len(cursor.text), MAX_HELD + 1) if match is None else match.end()
+        match = _STOPS[quote].search(cursor.text, cursor.pos, cursor.limit)
+        cursor.pos = min(len(cursor.text), cursor.limit) if match is None else match.end()
         if match is None:
             continue
         letter = match.group()

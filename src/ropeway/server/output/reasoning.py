@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ropeway.server.output.cursor import SPACE, Cursor, Malformed, Steps, num_undecided
+from ropeway.server.output.cursor import SPACE, Cursor, Malformed, Steps, TrailingSpace, num_undecided
 from ropeway.server.output.events import MessageDelta
 
 
@@ -67,28 +67,29 @@ class ReasoningReader:
                 yield from cursor.skip_space()
                 yield from cursor.expect(thought.start)
             except Malformed:
-                self._rest = cursor.text
+                self._rest = cursor.text[cursor.mark :]
                 self.has_ended = True
                 return
             self._settle()
         yield from self._skip_space()
         if (yield from self._inside(thought.end)):
             yield from self._skip_space()
-            self._rest = cursor.text
+            self._rest = cursor.text[cursor.mark :]
 
     def _inside(self, end: str) -> Steps[bool]:
         """Give out the thought; false if the text ends before it does."""
         cursor = self._cursor
-        while (at := cursor.text.find(end)) < 0:
-            held = 0 if cursor.ended else num_undecided(cursor.text, (end,))
-            solid = cursor.text[: len(cursor.text) - held].rstrip(SPACE)
-            self._delta.reasoning += solid
-            cursor.pos = len(solid)
+        space = TrailingSpace()
+        while (at := cursor.text.find(end, cursor.pos)) < 0:
+            held = 0 if cursor.ended else num_undecided(cursor.text[cursor.pos :], (end,))
+            cursor.pos = len(cursor.text) - held
+            self._delta.reasoning += space.push(cursor.held)
             self._settle()
             if cursor.ended:
                 return False
             yield
-        self._delta.reasoning += cursor.text[:at].rstrip(SPACE)
+        cursor.pos = at
+        self._delta.reasoning += space.push(cursor.held)
         cursor.pos = at + len(end)
         self._settle()
         self.has_ended = True
@@ -102,5 +103,5 @@ class ReasoningReader:
 
     def _settle(self) -> None:
         if not self.has_ended:
-            self.num_bytes += len(self._cursor.text[: self._cursor.pos].encode())
-        self._cursor.drop()
+            self.num_bytes += len(self._cursor.held.encode())
+        self._cursor.settle()

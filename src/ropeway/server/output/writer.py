@@ -10,7 +10,7 @@ import secrets
 import string
 from collections.abc import Callable
 
-from ropeway.server.output.cursor import SPACE, Cursor
+from ropeway.server.output.cursor import SPACE, Cursor, TrailingSpace
 from ropeway.server.output.events import MessageDelta, ToolCallDelta
 
 _ALPHANUMERIC = string.ascii_letters + string.digits
@@ -33,49 +33,59 @@ class MessageWriter:
     """White space between a call and an end of the message is left out; between two texts it stays."""
 
     def __init__(self, cursor: Cursor, make_id: Callable[[], str], max_calls: int | None) -> None:
-        self.delta = MessageDelta()  # takes what is written; replaced by the owner
+        # What was written since the last give_out(), in pieces: a whole answer may have very many.
+        self._content: list[str] = []
+        self._calls: list[ToolCallDelta] = []
+        self._arguments: list[str] = []  # of the last call, not in _calls yet
         self.num_calls = 0
         self.is_open = False  # a call is being written
         self._cursor = cursor
         self._make_id = make_id
         self._max_calls = max_calls
-        self._space = ""  # the text's end, held back
+        self._space = TrailingSpace()
         self._has_content = False
 
     def content(self, text: str) -> None:
-        text = self._space + text
-        solid = text.rstrip(SPACE)
-        self._space = text[len(solid) :]
-        if not solid:
+        text = self._space.push(text)
+        if not text:
             return
         if self.num_calls and not self._has_content:
-            solid = solid.lstrip(SPACE)
+            text = text.lstrip(SPACE)
         self._has_content = True
-        self.delta.content += solid
+        self._content.append(text)
 
     def start(self, name: str) -> None:
         """From here on, what was read cannot become content any more."""
-        self.delta.tool_calls.append(ToolCallDelta(self.num_calls, self._make_id(), name))
+        self._take_arguments()
+        self._calls.append(ToolCallDelta(self.num_calls, self._make_id(), name))
         self.num_calls += 1
         self.is_open = True
-        self._cursor.drop()
+        self._cursor.settle()
 
     def arguments(self, text: str) -> None:
-        calls = self.delta.tool_calls
-        if calls and not calls[-1].name:
-            calls[-1].arguments += text
-        elif text:
-            calls.append(ToolCallDelta(self.num_calls - 1, arguments=text))
-        self._cursor.drop()
+        self._arguments.append(text)
+        self._cursor.settle()
 
     def end(self) -> None:
         """Raises Full."""
         self.is_open = False
-        self._cursor.drop()
+        self._cursor.settle()
         if self.num_calls == self._max_calls:
             raise Full
 
     def close(self) -> None:
+        space = self._space.take()
         if not self.num_calls:
-            self.delta.content += self._space
-        self._space = ""
+            self._content.append(space)
+
+    def give_out(self, delta: MessageDelta) -> None:
+        self._take_arguments()
+        delta.content += "".join(self._content)
+        delta.tool_calls += self._calls
+        self._content.clear()
+        self._calls.clear()
+
+    def _take_arguments(self) -> None:
+        if text := "".join(self._arguments):
+            self._calls.append(ToolCallDelta(self.num_calls - 1, arguments=text))
+        self._arguments.clear()
