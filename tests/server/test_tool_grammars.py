@@ -19,7 +19,7 @@ from small_tokenizers import write_folder
 from ropeway.constraint import compile_grammar, make_tokenizer
 from ropeway.server.openai.answers import AnswerReader
 from ropeway.server.openai.schema import ChatRequest
-from ropeway.server.openai.tools import ToolUse, read_tools
+from ropeway.server.openai.tools import ToolUse, closed, read_tools
 from ropeway.server.output.families import FAMILIES
 from ropeway.server.output.reasoning import THOUGHTS
 from ropeway.server.stream import TextDelta
@@ -114,6 +114,18 @@ def test_o23_forced_calls_obey_their_schemas(family: str, is_special: bool, fiel
             jsonschema.validate(json.loads(call.arguments), schema)
             seen.add(call.name)
     assert seen == ({"get_time", "now"} if fields["tool_choice"] == "required" else {"get_time"})
+
+
+def test_objects_are_closed_where_nothing_else_can_add_to_them() -> None:
+    inner = {"properties": {"x": {}}}
+    closed_inner = {**inner, "additionalProperties": False}
+    schema = {"properties": {"a": inner, "b": {"items": inner}, "c": True}}
+    assert closed(schema) == {
+        "properties": {"a": closed_inner, "b": {"items": closed_inner}, "c": True},
+        "additionalProperties": False,
+    }
+    for open_one in ({}, {"type": "object"}, {**inner, "additionalProperties": True}, {**inner, "allOf": [inner]}):
+        assert closed(open_one) == open_one
 
 
 def test_auto_with_an_answer_rule_is_one_or_the_other() -> None:

@@ -8,7 +8,7 @@ Rules:
 * ``none``: the tools are not shown to the model, and nothing in its answer is taken for a call.
 * ``auto``: the model is free. What it writes in the form of a call is one, whatever the arguments' schema says.
 * ``required``: one call or more; a named function: exactly one call of it. Both are enforced while generating, and so is
-  the schema of the arguments.
+  the schema of the arguments, with no properties but the listed ones unless it says that there may be others.
 * ``allowed_tools``: the others are as if absent; its mode is ``auto`` or ``required``.
 * ``parallel_tool_calls: false``: the answer ends after its first call.
 * ``finish_reason`` is ``tool_calls`` exactly where there is a call, for a named function, too, and even if the answer was
@@ -17,12 +17,12 @@ Rules:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ropeway.errors import RequestError
-from ropeway.server.grammar import json_rule, lark_rule, text_rule
+from ropeway.server.grammar import check_nesting, json_rule, lark_rule, text_rule
 from ropeway.server.openai.schema import ChatRequest, FunctionTool
 from ropeway.server.output.calls import CallReader, Signatures
 from ropeway.server.output.families import Family
@@ -55,8 +55,10 @@ class ToolUse:
         def fixed(text: str) -> list[str]:
             return [literal(text)] if text else []
 
+        for schema in self.signatures.values():
+            check_nesting(schema)
         calls = [
-            [literal(form.before_name + name + form.before_arguments), json_rule({"type": "object", **schema})]
+            [literal(form.before_name + name + form.before_arguments), json_rule({"type": "object", **closed(schema)})]
             for name, schema in self.signatures.items()
         ]
         more = [] if self.max_calls == 1 else [f"({' '.join([*fixed(form.separator), 'call'])})*"]
@@ -65,6 +67,24 @@ class ToolUse:
             "call: " + " | ".join(" ".join([*call, *fixed(form.after_arguments)]) for call in calls),
         ]
         return lark_rule("\n".join(lines))
+
+
+_COMBINING = frozenset({"allOf", "anyOf", "oneOf", "not", "if", "$ref", "patternProperties", "additionalProperties"})
+
+
+def closed(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """The schema without properties that it does not list, where it says nothing of others: a function has no use for
+    them, and a small model that may go on making up more does. Only where nothing else can add to the list."""
+    result = dict(schema)
+    if isinstance(properties := schema.get("properties"), dict):
+        result["properties"] = {
+            name: closed(value) if isinstance(value, dict) else value for name, value in properties.items()
+        }
+        if not _COMBINING & schema.keys():
+            result["additionalProperties"] = False
+    if isinstance(items := schema.get("items"), dict):
+        result["items"] = closed(items)
+    return result
 
 
 def read_tools(body: ChatRequest) -> ToolUse | None:
