@@ -206,3 +206,13 @@ async def test_a_token_that_completes_the_grammar_is_shown() -> None:
     assert choice["finish_reason"] == "stop"
     assert response.json()["usage"]["completion_tokens"] == len(ids("{}"))
     house.app.state.service.close()
+
+
+@in_loop
+async def test_a_checker_that_somebody_ended_is_started_again(house: House) -> None:
+    assert (await ask(house, {"guided_json": SCHEMA})).status_code == 200
+    checker = house.app.state.service._grammars._process
+    checker.kill()
+    checker.join()
+    assert (await ask(house, {"guided_choice": ["a"]})).status_code == 200
+    assert house.app.state.service._grammars._process is not checker

@@ -1,16 +1,18 @@
 """Tries each grammar in a process of its own before a request with it is admitted.
 
-Owns: that process, its limits of time and memory, the queue before it, what is remembered of earlier tries. Must not
-know: HTTP, where a grammar came from. Called by: service (check, once per request with a grammar; close).
+Owns: those processes, their limits of time and memory, the queue before them, what is remembered of earlier tries. Must
+not know: HTTP, where a grammar came from. Called by: service (check, once per request with a grammar; close).
 
 A grammar is somebody else's program. Compiling one may take minutes, gigabytes or the whole stack, and cannot be
-interrupted; a process can be killed.
+interrupted; a process can be killed. So there is a checker process, which holds the vocabulary and forks for each try: a
+try that is killed costs nothing but its own time.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import hashlib
 import json
 import multiprocessing
@@ -36,9 +38,9 @@ from ropeway.vocabulary import Vocabulary
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-TIME_LIMIT = 0.75  # seconds a try may run, so that two hostile ones in a row are refused within two seconds
+TIME_LIMIT = 0.85  # seconds a try may run, so that two hostile ones in a row are refused within two seconds
 START_LIMIT = 30.0  # seconds for the process to import and to take in the vocabulary
-MEMORY_LIMIT = 2**30  # bytes of address space beside what it has when it starts
+MEMORY_LIMIT = 2**30  # bytes of address space beside what the checker has
 STACK_BYTES = 2**20  # less than any stack in the engine: what overflows, overflows here
 NICENESS = 5
 TRIED_TOKENS = 16  # generated at random after compiling: what is too complex to run shows at once
@@ -119,30 +121,27 @@ class GrammarChecker:
         if ``latest`` (time.monotonic()) has passed."""
         if time.monotonic() > latest:
             raise self._queue_full()
-        self._start()
-        assert self._pipe is not None
-        began = time.monotonic()
-        cause, answer = "crash", "it takes too much memory or is nested too deeply"
-        with contextlib.suppress(EOFError, OSError):
-            self._pipe.send(source)
-            if self._pipe.poll(TIME_LIMIT):
-                cause, answer = self._pipe.recv()
-            else:
-                cause, answer = "timeout", f"it takes longer than {TIME_LIMIT} s to compile"
+        for last in (False, True):
+            pipe = self._start()
+            began = time.monotonic()
+            try:
+                pipe.send(source)
+                cause, answer = pipe.recv()
+                break
+            except (EOFError, OSError):  # somebody ended the checker
+                self._forget_process()
+                if last:
+                    raise RuntimeError("the process that compiles grammars ended twice") from None
         self._metrics.grammar_compiled(time.monotonic() - began)
-        if cause in ("crash", "timeout"):
-            self._forget_process()
-            self._thread.submit(self._start)  # in its turn: behind the answer, before the next try that waits
         if cause:
             self._metrics.grammar_refused(cause)
             raise GrammarError(answer)
         return "" if answer == source else str(answer)
 
-    def _start(self) -> None:
-        """Returns when the process is ready: its start is not the grammar's time. Nothing to do if there is one."""
-        if self._process is not None and self._process.is_alive():
-            return
-        self._forget_process()
+    def _start(self) -> Connection:
+        """To the checker, once it is ready: its start is not the grammar's time. Nothing to do if there is one."""
+        if self._pipe is not None:
+            return self._pipe
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=run_checker, args=(theirs,), name="ropeway-grammar", daemon=True)
@@ -158,6 +157,7 @@ class GrammarChecker:
         except (OSError, EOFError) as error:
             self._forget_process()
             raise RuntimeError("the process that compiles grammars could not start") from error
+        return self._pipe
 
     def _forget_process(self) -> None:
         if self._process is not None:
@@ -169,27 +169,49 @@ class GrammarChecker:
             self._pipe = None
 
 
-# In the process
+# In the checker
 
 
 def run_checker(pipe: Connection) -> None:
-    """Main of the process: a vocabulary first, then sources, each answered with (cause of refusal or "", text)."""
+    """Main of the checker: a vocabulary first, then sources, each answered with (cause of refusal or "", text). It never
+    looks into a source itself, and leaves when the server is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # it reaches the whole group, and the server may still drain
-    with contextlib.suppress(EOFError, OSError):  # the server is gone
+    with contextlib.suppress(EOFError, OSError):
         tokens, special_ids, eos_token_ids = pipe.recv()
         tokenizer = make_tokenizer(tokens, special_ids, eos_token_ids, num_ids=len(tokens))
-        _limit_memory()
+        gc.freeze()  # a fork that counts references in all of this would copy it
         pipe.send("ready")
-        os.nice(NICENESS)  # not sooner: whoever asked first waits for the start
-        threading.stack_size(STACK_BYTES)
-        threads = ThreadPoolExecutor(1)
         while True:
-            source = pipe.recv()
-            signal.setitimer(signal.ITIMER_REAL, 4 * TIME_LIMIT)  # kills this process if the server no longer can
-            answer = threads.submit(try_grammar, tokenizer, source).result()
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            pipe.send(answer)
+            pipe.send(_try_in_fork(tokenizer, pipe.recv()))
     os._exit(0)
+
+
+def _try_in_fork(tokenizer: LLTokenizer, source: str) -> tuple[str, str]:
+    answers, theirs = multiprocessing.Pipe(duplex=False)
+    child = os.fork()  # safe: this process has no other threads
+    if child == 0:
+        try:
+            signal.setitimer(signal.ITIMER_REAL, 4 * TIME_LIMIT)  # should nobody be left to kill it
+            os.nice(NICENESS)
+            _limit_memory()
+            threading.stack_size(STACK_BYTES)
+            thread = threading.Thread(target=lambda: theirs.send(try_grammar(tokenizer, source)))
+            thread.start()
+            thread.join()
+        finally:
+            os._exit(0)
+    theirs.close()
+    try:
+        if not answers.poll(TIME_LIMIT):
+            return "timeout", f"it takes longer than {TIME_LIMIT} s to compile"
+        cause, answer = answers.recv()
+        return cause, answer
+    except EOFError:
+        return "crash", "it takes too much memory or is nested too deeply"
+    finally:
+        answers.close()
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
 
 
 def try_grammar(tokenizer: LLTokenizer, source: str) -> tuple[str, str]:
