@@ -61,6 +61,7 @@ class GrammarChecker:
         self._known: OrderedDict[bytes, str | GrammarError] = OrderedDict()  # "" where the source was good as it was
         self._process: multiprocessing.process.BaseProcess | None = None
         self._pipe: Connection | None = None
+        self._closed = False
 
     async def check(self, source: str) -> str:
         """The grammar in the form that the engine takes. Requests with the same source share one try.
@@ -109,6 +110,7 @@ class GrammarChecker:
 
     def close(self) -> None:
         """End the process, also in the middle of a try."""
+        self._closed = True
         if self._process is not None:
             self._process.kill()
         self._thread.shutdown(cancel_futures=True)
@@ -130,7 +132,7 @@ class GrammarChecker:
                 break
             except (EOFError, OSError):  # somebody ended the checker
                 self._forget_process()
-                if last:
+                if last or self._closed:
                     raise RuntimeError("the process that compiles grammars ended twice") from None
         self._metrics.grammar_compiled(time.monotonic() - began)
         if cause:

@@ -86,7 +86,7 @@ class GenerationBody(Body):
     top_k: int | None = Field(None, ge=-1)
     min_p: float | None = Field(None, ge=0, le=1)
     repetition_penalty: float | None = Field(None, gt=0, le=100)
-    min_tokens: int = Field(0, ge=0)
+    min_tokens: int = Field(0, ge=0, description="No end before so many tokens, unless a grammar is complete sooner.")
     ignore_eos: bool = False
     stop_token_ids: TokenIds | None = None
     include_stop_str_in_output: bool = False
