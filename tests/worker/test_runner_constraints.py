@@ -90,7 +90,7 @@ def test_what_a_row_alone_generates(decoder: Decoder, expected: list[list[int]])
 
 @pytest.mark.parametrize(
     ("order", "overlap", "num_blocks"),
-    [("late", True, 60), ("late", False, 60), ("random", True, 60), ("late", True, 22), ("random", False, 22)],
+    [("late", True, 60), ("late", False, 60), ("random", True, 60), ("late", True, 16), ("random", False, 16)],
 )
 def test_rows_together_equal_rows_alone(
     decoder: Decoder,  # noqa: F811
@@ -102,4 +102,4 @@ def test_rows_together_equal_rows_alone(
     executor = constrained(Ahead(decoder, order, num_blocks=num_blocks))
     tokens, preemptions = serve(executor, MIXED, overlap=overlap)
     assert tokens == expected
-    assert (preemptions > 0) is (num_blocks == 22)
+    assert (preemptions > 0) is (num_blocks == 16)
