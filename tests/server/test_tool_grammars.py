@@ -124,7 +124,15 @@ def test_objects_are_closed_where_nothing_else_can_add_to_them() -> None:
         "properties": {"a": closed_inner, "b": {"items": closed_inner}, "c": True},
         "additionalProperties": False,
     }
-    for open_one in ({}, {"type": "object"}, {**inner, "additionalProperties": True}, {**inner, "allOf": [inner]}):
+    for open_one in (
+        {},
+        {"type": "object"},
+        {**inner, "additionalProperties": True},
+        {**inner, "required": ["x", "y"]},
+        {**inner, "minProperties": 2},
+        {"properties": {"a": inner}, "allOf": [{"properties": {"a": {"required": ["y"]}}}]},
+        {"$ref": "#/$defs/a", "$defs": {"a": inner}},
+    ):
         assert closed(open_one) == open_one
 
 

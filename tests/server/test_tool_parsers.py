@@ -361,8 +361,27 @@ def test_the_family_is_found_in_the_template(template: str, family: str) -> None
     assert detect_family(template) == family
     found = OutputFormat.find(template, "auto", "auto")
     assert found.family is FAMILIES[family]
-    assert found.shows_tools == ("tools" in template)
     assert OutputFormat.find(template, "none", "none").family is None
+
+
+@pytest.mark.parametrize(
+    ("template", "shows_tools", "shows_calls"),
+    [
+        ("{% for tool in tools %}{{ tool }}{% endfor %}", True, False),
+        ("{%- if not tools is defined %}{% set tools = none %}{% endif %}{{ message['tool_calls'] }}", True, True),
+        ("{{ m.tool_calls }}", False, True),
+        (
+            "You have no tools. {# tools tool_calls #}{{ 'I have no tools' }}{% for m in messages %}{% endfor %}",
+            False,
+            False,
+        ),
+        ("{{ ) tools }}", False, False),
+        ("", False, False),
+    ],
+)
+def test_what_a_template_shows(template: str, shows_tools: bool, shows_calls: bool) -> None:
+    found = OutputFormat.find(template, "auto", "auto")
+    assert (found.shows_tools, found.shows_calls) == (shows_tools, shows_calls)
 
 
 def test_every_name_of_the_flag_is_a_family() -> None:

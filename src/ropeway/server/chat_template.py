@@ -239,6 +239,16 @@ def compile_template(source: str) -> jinja2.Template:
     return _environment().from_string(source)
 
 
+def identifiers(source: str) -> frozenset[str]:
+    """Names in a template's tags, and the texts there that are like names, as in ``message['tool_calls']``; not what is
+    in its text and comments. Empty for a template that cannot be read."""
+    try:
+        tokens = list(_environment().lex(source))
+    except jinja2.TemplateError:
+        return frozenset()
+    return frozenset(value.strip("\"'") for _, kind, value in tokens if kind in ("name", "string"))
+
+
 @lru_cache(maxsize=1)
 def _environment() -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(

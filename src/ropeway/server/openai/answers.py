@@ -87,8 +87,9 @@ class AnswerReader:
     def constraint(self, body: ChatRequest) -> AnswerRule | None:
         """The whole grammar that the request asks for. Raises RequestError(400)."""
         answer = answer_rule(body)
-        forced = self.use is not None and self.use.is_forced
-        param = "tools" if forced or answer is None else answer.param
+        param = "thinking_token_budget" if answer is None else answer.param
+        if self.use is not None and self.use.is_forced:
+            param = "tools"
         try:
             text = self.grammar(None if answer is None else answer.text, body.thinking_token_budget)
         except GrammarError as error:

@@ -69,18 +69,26 @@ class ToolUse:
         return lark_rule("\n".join(lines))
 
 
-_COMBINING = frozenset({"allOf", "anyOf", "oneOf", "not", "if", "$ref", "patternProperties", "additionalProperties"})
+# Beside these, another schema may speak of the same object.
+_COMBINING = frozenset({"allOf", "anyOf", "oneOf", "not", "if", "$ref", "dependentSchemas"})
+# Under these, properties that are not listed are spoken of or may be needed.
+_OPENING = frozenset(
+    {"additionalProperties", "unevaluatedProperties", "patternProperties", "propertyNames", "minProperties"}
+)
 
 
 def closed(schema: Mapping[str, Any]) -> dict[str, Any]:
     """The schema without properties that it does not list, where it says nothing of others: a function has no use for
-    them, and a small model that may go on making up more does. Only where nothing else can add to the list."""
+    them, and a small model that may go on making up more does. Every value of it is one of the given schema, too."""
     result = dict(schema)
+    if _COMBINING & schema.keys():
+        return result
     if isinstance(properties := schema.get("properties"), dict):
         result["properties"] = {
             name: closed(value) if isinstance(value, dict) else value for name, value in properties.items()
         }
-        if not _COMBINING & schema.keys():
+        required = schema.get("required") or []
+        if not _OPENING & schema.keys() and all(name in properties for name in required):
             result["additionalProperties"] = False
     if isinstance(items := schema.get("items"), dict):
         result["items"] = closed(items)

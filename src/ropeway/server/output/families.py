@@ -144,12 +144,13 @@ _TAGS = Form("", "<function=", ">", "</function>", "", "")
 _JSON_MARKS = ("{", "```json")
 FAMILIES = {
     "hermes": Family(("<tool_call>", *_JSON_MARKS), _hermes, _HERMES),
+    # It would write a tag per parameter; grammars of schemas are of JSON, which the same reader reads.
     "qwen3_coder": Family(("<tool_call>", "<function=", *_JSON_MARKS), _hermes, _HERMES),
     "llama3_json": Family((*_JSON_MARKS, "<|python_tag|>"), _json, _LLAMA, ("<|python_tag|>",)),
     "mistral": Family(("[TOOL_CALLS]",), _mistral, _MISTRAL, ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"), mistral_call_id),
     "mistral_list": Family(("[TOOL_CALLS]",), _mistral, _MISTRAL_LIST, ("[TOOL_CALLS]",), mistral_call_id),
     "functionary": Family(("<function=",), tag_call, _TAGS),
-    # Grammars of schemas are of JSON: where these families are forced to call, they are made to write JSON.
+    # And these Python; likewise.
     "pythonic": Family(("[", *_JSON_MARKS), _pythonic, _OBJECTS),
     "gemma": Family(("```tool_code", *_JSON_MARKS), _gemma, _OBJECTS),
     "json": Family(_JSON_MARKS, _json, _OBJECTS),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ropeway.server.chat_template import identifiers
 from ropeway.server.output.families import ALIASES, FAMILIES, Family, detect_family
 from ropeway.server.output.reasoning import THOUGHTS, Thought, detect_thought
 
@@ -27,4 +28,5 @@ class OutputFormat:
         if name == "auto":
             name = detect_family(template)
         thought = detect_thought(template) if reasoning_parser == "auto" else THOUGHTS.get(reasoning_parser)
-        return cls(FAMILIES.get(name), thought, "tools" in template, "tool_calls" in template)
+        known = identifiers(template)
+        return cls(FAMILIES.get(name), thought, "tools" in known, "tool_calls" in known)
