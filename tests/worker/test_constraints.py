@@ -274,3 +274,17 @@ def test_o52_masks_with_every_other_parameter_in_one_batch(vocab: int, native: A
     raw = logits.log_softmax(-1)
     assert together.logprobs[2].logprob == pytest.approx(float(raw[2, 5]), rel=1e-4)
     assert together.logprobs[2].top_ids[0] == int(logits[2].argmax())
+
+
+def test_what_is_kept_of_compiled_grammars_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ropeway.worker.constraints.MAX_COMPILED", 3)
+    monkeypatch.setattr("ropeway.worker.constraints.MAX_COMPILED_CHARS", 100)
+    grammars = Grammars(vocabulary, num_ids())
+    for letter in "abcda":
+        grammars.matcher(f"start: /{letter}/")
+    assert list(grammars._compiled) == ["start: /c/", "start: /d/", "start: /a/"]
+    long = f'start: "{"x" * 90}"'
+    grammars.matcher(long)
+    assert list(grammars._compiled) == [long]
+    assert grammars._num_chars == len(long)
+    grammars.close()

@@ -76,16 +76,21 @@ def choice_rule(options: Sequence[str]) -> str:
 
 def text_rule(text: str) -> str:
     """Exactly this text, which is not empty."""
-    return json.dumps(text, ensure_ascii=False)
+    return json.dumps(text)  # with escapes: Lark does not take every character as it is
 
 
 def lark_rule(source: str) -> str:
     """Text that a whole grammar describes: in Lark, or in GBNF (llama.cpp's EBNF, with ``::=``). Raises GrammarError."""
     if not source.strip():
         raise GrammarError("the grammar is empty")
-    if "::=" in source:
+    if re.search(r"(?m)^\s*[\w-]+\s*::=", source):
         return _bounded(f"%gbnf {text_rule(source)}")  # translated where it is checked
-    return _bounded(f"%lark {{\n{source}\n}}")
+    return rules_rule([source])
+
+
+def rules_rule(lines: Sequence[str]) -> str:
+    """Text that these rules of our own describe, of which one is called ``start``."""
+    return _bounded("\n".join(["%lark {", *lines, "}"]))
 
 
 def grammar(body: str | None, *, reasoning: ReasoningRule | None = None) -> str:

@@ -28,7 +28,9 @@ from ropeway.vocabulary import Vocabulary
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-MAX_COMPILED = 64  # grammars that are kept when no row uses them
+# Grammars that are kept though no row may be using them: about 75 kB each, and 200 bytes per character.
+MAX_COMPILED = 1024
+MAX_COMPILED_CHARS = 2**20
 NICENESS = 5  # of the thread that compiles, below that of the threads that run the model
 
 
@@ -40,7 +42,8 @@ class Grammars:
         self._load_vocabulary = load_vocabulary
         self._num_ids = num_ids
         self._tokenizer: LLTokenizer | None = None
-        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()  # never run, only copied
+        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()  # at the beginning; rows have copies
+        self._num_chars = 0  # of their sources
         self._lock = threading.Lock()  # of _compiled
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ropeway-grammar", initializer=_step_back)
 
@@ -88,9 +91,13 @@ class Grammars:
         if found.is_error():
             raise RefusedGrammarError(reason_of(found))
         with self._lock:
+            if source not in self._compiled:
+                self._num_chars += len(source)
             self._compiled[source] = found
-            if len(self._compiled) > MAX_COMPILED:
-                self._compiled.popitem(last=False)
+            while len(self._compiled) > MAX_COMPILED or (
+                self._num_chars > MAX_COMPILED_CHARS and len(self._compiled) > 1
+            ):
+                self._num_chars -= len(self._compiled.popitem(last=False)[0])
         return found
 
     def close(self) -> None:

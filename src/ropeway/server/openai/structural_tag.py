@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from ropeway.server.grammar import GrammarError, check_nesting, json_rule, lark_rule, regex_rule, text_rule
+from ropeway.server.grammar import GrammarError, check_nesting, json_rule, lark_rule, regex_rule, rules_rule, text_rule
 
 MAX_PARTS = 256
 
@@ -42,7 +42,7 @@ def structural_tag_rule(value: Any) -> str:
         }
     rules = _Rules()
     start = rules.of(part)
-    return lark_rule("\n".join([f"start: {start}", *rules.lines]))
+    return rules_rule([f"start: {start}", *rules.lines])
 
 
 class _Rules:
