@@ -24,6 +24,7 @@ TESTS = [
     "test_symbolic_traces.py",
     "test_hashing.py",
     "test_forks.py",
+    "test_grammars.py",
 ]
 
 
@@ -53,7 +54,7 @@ FAULTS = [
     Fault("preempted request keeps its progress", "engine/scheduler.py", "        request.num_computed_tokens = 0\n", ""),
     Fault("preempted request keeps the awaited token", "engine/scheduler.py", "        request.num_tokens = len(request.token_ids)\n        self.waiting.requeue", "        self.waiting.requeue"),
     Fault("preempted request goes to the back", "engine/policy.py", "self._queue.move_to_end(request.request_id, last=False)", "pass"),
-    Fault("the oldest gives way", "engine/policy.py", "return candidates[-1]", "return candidates[0]"),
+    Fault("the oldest gives way", "engine/policy.py", "return len(running)\n\n    def victim(self, candidates: Sequence[Request]) -> Request:\n        return candidates[-1]", "return len(running)\n\n    def victim(self, candidates: Sequence[Request]) -> Request:\n        return candidates[0]"),
     Fault("priority ignored", "engine/policy.py", "return request.priority + request.arrival_time", "return request.arrival_time"),
     Fault("admitted at the end whatever the priority", "engine/policy.py", "return bisect.bisect(running, self._rank(request), key=self._rank)", "return len(running)"),
     Fault("a queue deadline ends running requests", "engine/scheduler.py", "reason is FinishReason.DEADLINE or request.first_scheduled is None", "True"),
@@ -69,7 +70,10 @@ FAULTS = [
     Fault("ignore_eos ignored", "engine/request.py", "() if sampling.ignore_eos else sampling.eos_token_ids", "sampling.eos_token_ids"),
     Fault("budget of chunks ignored", "engine/scheduler.py", "count = min(count, self._max_chunk, budget)", "count = min(count, self._max_chunk)"),
     Fault("row bound off by one", "engine/scheduler.py", "len(self.running) < self._max_num_seqs:", "len(self.running) <= self._max_num_seqs:"),
-    Fault("next plan does not await the token", "engine/scheduler.py", "                if end + 1 < request.max_num_tokens:  #", "                if False:  #"),
+    Fault("next plan does not await the token", "engine/scheduler.py", "                if request.runs_ahead:\n                    request.num_tokens = end + 1\n                samples.append(True)", "                samples.append(True)"),
+    Fault("a constrained row is planned ahead", "engine/scheduler.py", "                if request.runs_ahead:\n                    request.num_tokens = end + 1\n                samples.append(True)", "                request.num_tokens = end + 1\n                samples.append(True)"),
+    Fault("a complete grammar does not end its request", "engine/scheduler.py", "elif complete and index in complete:", "elif False:"),
+    Fault("an abort while compiling is forgotten", "engine/core.py", "                        self.scheduler.add(waiting)\n", "                        pass\n"),
     Fault("aborts while idle are not told", "engine/scheduler.py", "return self._take_outputs() if self._changed else None", "return None"),
     Fault("a fork's last block is not copied", "engine/scheduler.py", "if hit.tail is not None:", "if False:"),
     Fault("a fork takes over the block that its parent goes on in", "engine/kv_cache.py", "is_cut = num_tokens % self.block_size > 0", "num_full, is_cut = self.blocks_for(num_tokens), False"),
@@ -96,7 +100,7 @@ def survives(fault: Fault) -> bool:
         (copy / "kernels").mkdir()
         shutil.copy(ROOT / "pyproject.toml", copy)
         shutil.copy(ROOT / "tests" / "symbolic.py", copy / "tests")
-        for name in TESTS:
+        for name in [*TESTS, "stub_executors.py"]:
             shutil.copy(ROOT / "tests" / "engine" / name, copy / "tests" / "engine")
         target = copy / "src" / "ropeway" / fault.file
         text = target.read_text(encoding="utf-8")
