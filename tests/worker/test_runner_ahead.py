@@ -134,8 +134,10 @@ def serve(
     overlap: bool,
     budget: int = 16,
     caching: bool = True,
+    told: dict[int, Any] | None = None,
 ) -> tuple[list[list[int]], int]:
-    """Tokens of each request, and the number of preemptions; a third of the requests comes later."""
+    """Tokens of each request, and the number of preemptions; a third of the requests comes later. told: takes what is
+    told of their prompts."""
     config = Config(
         cache=CacheConfig(block_size=BLOCK, enable_prefix_caching=caching),
         scheduler=SchedulerConfig(
@@ -144,8 +146,11 @@ def serve(
     )
     core, _ = build_core(config, executor, lambda: 0.0)
     waiting = [
-        AddRequest(i, prompt, SamplingParams(**{"max_tokens": 9, "temperature": 0.0, **sampling}), 0.0)
-        for i, (prompt, sampling) in enumerate(requests)
+        AddRequest(i, prompt, SamplingParams(**{"max_tokens": 9, "temperature": 0.0, **sampling}), 0.0, fork_of=fork_of)
+        for i, (prompt, sampling, fork_of) in enumerate(
+            (prompt, {key: sampling[key] for key in sampling if key != "fork_of"}, sampling.get("fork_of"))
+            for prompt, sampling in requests
+        )
     ]
     tokens: list[list[int]] = [[] for _ in requests]
     preemptions = 0
@@ -160,6 +165,8 @@ def serve(
             continue
         assert not outputs.errors
         preemptions += outputs.stats.num_new_preemptions
+        if told is not None:
+            told |= outputs.prompt_logprobs | outputs.embeddings
         begin = 0
         for request_id, count in zip(outputs.request_ids, outputs.token_counts, strict=True):
             tokens[request_id] += outputs.token_ids[begin : begin + count]
@@ -240,6 +247,38 @@ def test_the_same_tokens_as_alone_on_the_cpu(
     assert (executor.device.num_replays > 5) is graphs
     if num_blocks == 16:
         assert preemptions > 0, "the pool was meant to be too small"
+
+
+STEM = [(5 + 11 * i) % VOCAB for i in range(14)]
+TELLING: list[tuple[list[int], dict[str, Any]]] = [
+    (STEM, {"temperature": 1.0, "seed": 1, "prompt_logprobs": 3}),
+    (STEM, {"temperature": 1.0, "seed": 2, "fork_of": 0}),
+    (STEM, {"temperature": 1.0, "seed": 3, "fork_of": 0}),
+    ([(4 * i) % VOCAB for i in range(22)], {"prompt_logprobs": 2, "max_tokens": 0}),
+    ([(9 * i + 2) % VOCAB for i in range(19)], {"pooling": "mean", "max_tokens": 0}),
+    (STEM[:9], {"pooling": "last", "max_tokens": 0}),
+    ([(9 * i + 2) % VOCAB for i in range(19)], {"prompt_logprobs": 0}),
+]
+
+
+@pytest.mark.parametrize("order", ["late", "random", "uploads first", "compute first"])
+@pytest.mark.parametrize(("overlap", "num_blocks"), [(True, 40), (False, 40), (True, 14)])
+def test_prompts_are_told_of_and_shared_as_on_the_cpu(
+    decoder: Decoder, order: Order, overlap: bool, num_blocks: int
+) -> None:
+    told: dict[int, Any] = {}
+    tokens, _ = serve(Ahead(decoder, order, num_blocks=num_blocks), TELLING, overlap=overlap, budget=7, told=told)
+    for index, request in enumerate(TELLING):
+        told_alone: dict[int, Any] = {}
+        [expected], _ = serve(Plain(decoder), [request], overlap=False, caching=False, told=told_alone)
+        assert tokens[index] == expected
+        assert (index in told) == (0 in told_alone)
+        if "pooling" in request[1]:
+            np.testing.assert_allclose(told[index], told_alone[0], atol=1e-5)
+        elif 0 in told_alone:
+            assert told[index].top_ids == told_alone[0].top_ids
+            assert told[index].ranks == told_alone[0].ranks
+            np.testing.assert_allclose(told[index].logprobs, told_alone[0].logprobs, atol=1e-5)
 
 
 @st.composite
