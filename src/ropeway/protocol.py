@@ -34,7 +34,9 @@ class SamplingParams:
     """
 
     max_tokens: int  # generated tokens, already clipped to the context length; 0: only the prompt is computed
-    min_tokens: int = 0  # end and stop token ids are masked until so many tokens were generated
+    min_tokens: int = (
+        0  # end and stop token ids are masked until so many tokens were generated, or the grammar is complete
+    )
     temperature: float = 1.0  # 0 is greedy
     top_p: float = 1.0  # (0, 1]
     top_k: int = 0  # 0 keeps all

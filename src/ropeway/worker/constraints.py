@@ -24,6 +24,7 @@ import numpy as np
 from ropeway.constraint import RefusedGrammarError, compile_grammar, make_tokenizer, reason_of
 from ropeway.engine.step import NewRow, SchedulerOutput
 from ropeway.vocabulary import Vocabulary
+from ropeway.worker.device import usable_cores
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -135,7 +136,7 @@ class Constraints:
         """num_ids: the width of the model's output. num_threads: for masks; 0 chooses."""
         self._grammars = grammars
         self._num_ids = num_ids
-        self._num_threads = num_threads or max(1, (os.cpu_count() or 2) // 2)
+        self._num_threads = num_threads or max(1, usable_cores() // 2)
         self._rows: dict[int, _Row] = {}
         self._executor: Any = None  # an LLExecutor, once there was a grammar
         self._helper = ThreadPoolExecutor(1, thread_name_prefix="ropeway-masks")
