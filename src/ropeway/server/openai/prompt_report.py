@@ -10,6 +10,7 @@ go on, and each token's are JSON at once, because as objects they would take man
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,7 +23,7 @@ from ropeway.server.openai.logprobs import completion_token, completion_top, fin
 from ropeway.server.tokenizer import Tokenizer
 
 Block = dict[str, list[Any]]
-_SLICE = 64  # tokens worded without a pause; about a millisecond
+_SLICE = 16  # tokens worded without a pause; a millisecond or two
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,30 +85,33 @@ class PromptReport:
         return self._reports[prompt].block
 
     async def _word(self, report: _Report, echo: Echo, token_ids: Sequence[int], found: PromptLogprobs) -> None:
-        tokenizer = self._tokenizer
-        entries: list[Any] = [None]
-        block: Block = {
-            "text_offset": [],
-            "token_logprobs": [None],
-            "tokens": [completion_token(tokenizer, token_id) for token_id in token_ids],
-            "top_logprobs": [None],
-        }
-        for number, (token_id, value) in enumerate(zip(token_ids[1:], found, strict=True), 1):
-            if self._prompt_logprobs is not None:
-                entries.append(_json(_entry(tokenizer, token_id, value, self._prompt_logprobs)))
-            if self._echo_logprobs is not None:
-                block["top_logprobs"].append(_json(completion_top(tokenizer, token_id, value, self._echo_logprobs)))
-                block["token_logprobs"].append(finite(value.logprob))
-            if number % _SLICE == 0:
-                await asyncio.sleep(0)
         if self._prompt_logprobs is not None:
-            report.entries = entries
+            report.entries = await self._entries(token_ids, found, self._prompt_logprobs)
         if self._echo_logprobs is not None:
-            offset = 0
-            for piece in token_pieces(tokenizer, token_ids, echo):
-                block["text_offset"].append(offset)
-                offset += len(piece)
-            report.block = block
+            report.block = await self._block(echo, token_ids, found, self._echo_logprobs)
+
+    async def _entries(self, token_ids: Sequence[int], found: PromptLogprobs, most: int) -> list[Any]:
+        entries: list[Any] = [None]
+        for token_id, value in zip(token_ids[1:], found, strict=True):
+            entries.append(_json(_entry(self._tokenizer, token_id, value, most)))
+            if len(entries) % _SLICE == 0:
+                await asyncio.sleep(0)
+        return entries
+
+    async def _block(self, echo: Echo, token_ids: Sequence[int], found: PromptLogprobs, most: int) -> Block:
+        tokenizer = self._tokenizer
+        names = [completion_token(tokenizer, token_ids[0])]
+        logprobs: list[Any] = [None]
+        tops: list[Any] = [None]
+        for token_id, value in zip(token_ids[1:], found, strict=True):
+            names.append(completion_token(tokenizer, token_id))
+            logprobs.append(finite(value.logprob))
+            tops.append(_json(completion_top(tokenizer, token_id, value, most)))
+            if len(names) % _SLICE == 0:
+                await asyncio.sleep(0)
+        lengths = map(len, token_pieces(tokenizer, token_ids, echo))
+        offsets = [0, *itertools.accumulate(lengths)][:-1]
+        return {"text_offset": offsets, "token_logprobs": logprobs, "tokens": names, "top_logprobs": tops}
 
 
 def _json(value: Any) -> orjson.Fragment:
