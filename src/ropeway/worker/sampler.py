@@ -245,9 +245,12 @@ def _process(logits: Tensor, inputs: SamplingInputs, kernels: Any = None) -> Non
 
 def _mask(logits: Tensor, rows: Tensor, bits: Tensor) -> None:
     """Tokens without a bit become impossible. See SamplingInputs.masks."""
-    shifts = torch.arange(32, dtype=torch.int32, device=bits.device)
-    allowed = ((bits[:, :, None] >> shifts) & 1).bool().flatten(1)[:, : logits.shape[1]]
-    logits[rows] = logits[rows].masked_fill_(~allowed, _NEGATIVE_INFINITY)
+    powers = 2 ** torch.arange(8, dtype=torch.uint8, device=bits.device)
+    banned = (bits.view(torch.uint8)[:, :, None] & powers == 0).flatten(1)[:, : logits.shape[1]]
+    if len(rows) == len(logits):  # all of them, in their order
+        logits.masked_fill_(banned, _NEGATIVE_INFINITY)
+    else:
+        logits.index_copy_(0, rows, logits.index_select(0, rows).masked_fill_(banned, _NEGATIVE_INFINITY))
 
 
 def _mask_on_host(logits: Tensor, rows: Tensor, bits: Tensor) -> None:
