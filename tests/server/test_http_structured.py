@@ -211,8 +211,8 @@ async def test_a_token_that_completes_the_grammar_is_shown() -> None:
 @in_loop
 async def test_a_checker_that_somebody_ended_is_started_again(house: House) -> None:
     assert (await ask(house, {"guided_json": SCHEMA})).status_code == 200
-    checker = house.app.state.service._grammars._process
+    checker = house.app.state.service.grammars._process
     checker.kill()
     checker.join()
     assert (await ask(house, {"guided_choice": ["a"]})).status_code == 200
-    assert house.app.state.service._grammars._process is not checker
+    assert house.app.state.service.grammars._process is not checker

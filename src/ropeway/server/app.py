@@ -27,13 +27,14 @@ from ropeway.errors import RequestError
 from ropeway.metrics import Metrics
 from ropeway.protocol import EngineReady
 from ropeway.server.auth import Keys
+from ropeway.server.call import RequestInfo
 from ropeway.server.health import Lifecycle
 from ropeway.server.openai.errors import error_response, internal_error
 from ropeway.server.openai.models import served_names
 from ropeway.server.openai.params import load_sampling_defaults
 from ropeway.server.openapi import document
 from ropeway.server.routes import add_probes, add_routes
-from ropeway.server.service import RequestInfo, Service
+from ropeway.server.service import Service
 from ropeway.server.sse import ClientGone
 from ropeway.server.tokenizer import Tokenizer
 

@@ -13,9 +13,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ropeway.errors import RequestError
+from ropeway.server.call import RequestInfo, Sequence, View
 from ropeway.server.openai.chat import ChatCall
 from ropeway.server.openai.errors import error_body, json_response
-from ropeway.server.service import RequestInfo, Sequence, Service, View
+from ropeway.server.service import Service
 from ropeway.server.sse import named_event
 from ropeway.server.stream import TextDelta
 

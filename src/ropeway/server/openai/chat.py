@@ -13,14 +13,16 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ropeway.errors import RequestError
+from ropeway.server.call import Call
 from ropeway.server.openai.answers import AnswerReader
+from ropeway.server.openai.calls import make_call
 from ropeway.server.openai.chat_view import ChatView
 from ropeway.server.openai.messages import render_chat
 from ropeway.server.openai.prompt_report import Echo, PromptReport
 from ropeway.server.openai.schema import ChatRequest
 from ropeway.server.openai.tools import read_tools
 from ropeway.server.output.message import MessageParser
-from ropeway.server.service import Call, Service
+from ropeway.server.service import Service
 
 
 async def create_chat_completion(service: Service, request: Request) -> Response:
@@ -72,7 +74,8 @@ async def prepare_chat(
     text = await render_chat(service, body.messages, body, use.tools if use else None, kwargs)
     answers = AnswerReader.find(service, body, use, text)
     constraint = answers.constraint(body) if generates else None
-    call = await service.make_call(
+    call = await make_call(
+        service,
         request,
         body,
         [await service.tokenizer.encode_async(text, bool(body.add_special_tokens))],

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ropeway.server.call import ChunkView, Sequence
 from ropeway.server.openai.logprobs import chat_entries
 from ropeway.server.output.events import MessageDelta, ToolCallDelta
-from ropeway.server.service import ChunkView, Sequence, Service
+from ropeway.server.service import Service
 from ropeway.server.sse import TextFrame, event
 from ropeway.server.stream import TextDelta
 

@@ -12,14 +12,16 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ropeway.errors import RequestError
+from ropeway.server.call import Call, ChunkView, Sequence
 from ropeway.server.grammar import grammar
+from ropeway.server.openai.calls import make_call
 from ropeway.server.openai.infill import Infill
 from ropeway.server.openai.logprobs import CompletionLogprobs
 from ropeway.server.openai.prompt_report import Echo, PromptReport
 from ropeway.server.openai.prompts import split_prompts
 from ropeway.server.openai.schema import CompletionRequest
 from ropeway.server.openai.structured import answer_rule
-from ropeway.server.service import Call, ChunkView, Sequence, Service
+from ropeway.server.service import Service
 from ropeway.server.sse import TextFrame, event
 from ropeway.server.stream import TextDelta
 
@@ -64,7 +66,8 @@ async def prepare_completion(
         encode = service.tokenizer.encode_async
         encoded = [await encode(p, body.add_special_tokens) if isinstance(p, str) else p for p in prompts]
     rule = answer_rule(body) if generates else None
-    return await service.make_call(
+    return await make_call(
+        service,
         request,
         body,
         encoded,

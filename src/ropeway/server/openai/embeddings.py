@@ -20,11 +20,12 @@ from starlette.responses import Response
 
 from ropeway.errors import RequestError
 from ropeway.protocol import AddRequest, SamplingParams
+from ropeway.server.call import Call, RequestInfo, Sequence
 from ropeway.server.openai.errors import json_response
 from ropeway.server.openai.params import check_prompt_ids, truncated
 from ropeway.server.openai.prompts import split_prompts
 from ropeway.server.openai.schema import EmbeddingRequest
-from ropeway.server.service import Call, RequestInfo, Sequence, Service
+from ropeway.server.service import Service
 from ropeway.server.stream import RequestStream
 
 

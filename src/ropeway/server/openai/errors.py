@@ -33,6 +33,17 @@ def internal_error() -> RequestError:
     return RequestError("Internal server error.", status=500, type="server_error", code="internal_error")
 
 
+def deadline_exceeded() -> RequestError:
+    """Not a 5xx: a balancer takes those for a replica's fault, and this is the client's own limit."""
+    return RequestError(
+        "The request's deadline_ms passed before its first token.",
+        status=408,
+        type="timeout_error",
+        code="deadline_exceeded",
+        headers={"x-should-retry": "false"},  # OpenAI's and Anthropic's clients would
+    )
+
+
 def parse_object(body: bytes) -> dict[str, Any]:
     """A JSON object, read strictly. Raises RequestError(400) for what lenient parsers let through: invalid UTF-8, lone
     surrogates, NaN, numbers that overflow to infinity, deep nesting, and keys given twice."""

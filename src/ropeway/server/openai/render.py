@@ -11,10 +11,11 @@ from typing import Any
 
 from starlette.requests import Request
 
+from ropeway.server.call import Call, RequestInfo
 from ropeway.server.openai.chat import prepare_chat
 from ropeway.server.openai.completions import prepare_completion
 from ropeway.server.openai.schema import ChatRequest, CompletionRequest
-from ropeway.server.service import Call, RequestInfo, Service
+from ropeway.server.service import Service
 
 Json = dict[str, Any]
 

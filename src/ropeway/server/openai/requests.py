@@ -9,7 +9,8 @@ from typing import Any
 
 from starlette.requests import Request
 
-from ropeway.server.service import Call, RequestInfo, Service
+from ropeway.server.call import Call, RequestInfo
+from ropeway.server.service import Service
 
 
 def get_request(service: Service, request: Request, id: str) -> dict[str, Any]:

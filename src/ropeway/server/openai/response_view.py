@@ -10,9 +10,9 @@ from collections.abc import Callable
 from typing import Any
 
 from ropeway.errors import RequestError
+from ropeway.server.call import Sequence, View
 from ropeway.server.openai.chat import ChatCall
 from ropeway.server.openai.logprobs import chat_entries
-from ropeway.server.service import Sequence, View
 from ropeway.server.sse import named_event
 from ropeway.server.stream import TextDelta
 from ropeway.server.tokenizer import Tokenizer

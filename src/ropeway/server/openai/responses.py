@@ -15,11 +15,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ropeway.errors import RequestError
+from ropeway.server.call import RequestInfo
 from ropeway.server.openai.chat import ChatCall, prepare_chat
 from ropeway.server.openai.response_store import ResponseStore
 from ropeway.server.openai.response_view import ResponseView
 from ropeway.server.openai.schema import Body, ChatRequest, validate
-from ropeway.server.service import RequestInfo, Service
+from ropeway.server.service import Service
 
 Json = dict[str, Any]
 
