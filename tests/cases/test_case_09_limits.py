@@ -88,3 +88,28 @@ def test_o33_token_ids_outside_the_vocabulary(tiny: Server) -> None:
         assert after[name] == before[name], "something reached the engine"
     assert post(tiny, COMPLETIONS, {"model": "tiny", "prompt": [49151], "max_tokens": 2}).status_code == 200
     alive(tiny)
+
+
+def test_o34_unpaired_surrogates(tiny: Server) -> None:
+    lone = rb'"x \ud83d"'
+    bodies = [
+        (CHAT, b'{"messages":[{"role":"user","content":%s}],"max_tokens":2%s}'),
+        (COMPLETIONS, b'{"prompt":%s,"max_tokens":2%s}'),
+        (COMPLETIONS, b'{"prompt":"x","max_tokens":2,"stop":[%s]%s}'),
+        (COMPLETIONS, b'{"prompt":"x","max_tokens":2,"user":%s%s}'),
+        (COMPLETIONS, b'{"prompt":"x","max_tokens":2,"model":%s%s}'),
+        (CHAT, b'{"messages":[{"role":"user","content":"x"}],"max_tokens":2,"tools":[{"type":"function","function":'
+               b'{"name":"f","description":%s}}]%s}'),
+        (COMPLETIONS, b'{"prompt":"x","max_tokens":2,"structured_outputs":{"json":{"enum":[%s]}}%s}'),
+    ]  # fmt: skip
+    for path, body in bodies:
+        for text in (lone, rb'"\ude00 y"', rb'"\udcf0"', b'"\xff"'):
+            for stream in (b"", b',"stream":true'):
+                response = post(tiny, path, body % (text, stream))
+                assert response.status_code == 400, (path, text)
+                assert response.headers["content-type"] == "application/json"
+                response.json()["error"]["message"].encode()
+    for text in (rb'"x \ud83d\ude00"', rb'"a\u0000b"'):
+        for path, body in bodies[:2]:
+            assert post(tiny, path, body % (text, b"")).status_code == 200
+    alive(tiny)
