@@ -24,4 +24,6 @@ def test_demo_model_equals_reference(native: NativeKernels | None) -> None:
     for prompt, mine in zip(prompts, ours, strict=True):
         theirs = reference_answer(model, prompt, STEPS)
         assert mine.tokens == theirs.tokens
-        torch.testing.assert_close(mine.logits, theirs.logits, atol=1e-4, rtol=1e-5)  # 30 layers, logits of 30
+        # 30 layers, logits of 30. From float64, ours are 1.1e-4 away at most and the reference's 0.5e-4, and the reference
+        # moves by another 0.5e-4 with the number of its threads.
+        torch.testing.assert_close(mine.logits, theirs.logits, atol=2e-4, rtol=1e-5)
