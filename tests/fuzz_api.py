@@ -8,6 +8,7 @@ Whatever is sent, the status is below 500, every error has the one shape, and th
 from __future__ import annotations
 
 import argparse
+import copy
 import random
 import sys
 from collections import Counter
@@ -73,6 +74,7 @@ def _fuzz_operation(
     @given(case=operation.as_strategy(generation_mode=mode), choice=st.randoms(use_true_random=False))
     def send(case: Any, choice: random.Random) -> None:
         if isinstance(case.body, dict):
+            case.body = copy.deepcopy(case.body)  # a strategy may give out the same object again
             if mode is GenerationMode.POSITIVE:
                 _thin_out(case.body, choice)
             if max_tokens is not None:
