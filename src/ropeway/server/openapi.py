@@ -77,28 +77,28 @@ _RENDERED = _object(
     model="string",
     prompt="string",
 )
-_CHOICE_END = {"finish_reason": "string", "index": "integer"}
+
+
+def _completion(kind: str, text: str, of_type: str) -> Json:
+    """A completion whose choices hold ``text``."""
+    return _object(
+        "id object created model choices usage",
+        id="string",
+        object={"const": kind},
+        created="integer",
+        model="string",
+        choices=_list(
+            _object(f"index {text} finish_reason", index="integer", finish_reason="string", **{text: of_type})
+        ),
+        usage=_USAGE,
+    )
+
+
 _MODEL = _object("id object created owned_by", id="string", object="string", created="integer", owned_by="string")
 _RUNNING = _object("id status usage", id="string", object="string", status="string", choices="integer", usage=_USAGE)
 ANSWERS: dict[tuple[str, str], Json] = {
-    ("post", "/v1/chat/completions"): _object(
-        "id object created model choices usage",
-        id="string",
-        object={"const": "chat.completion"},
-        created="integer",
-        model="string",
-        choices=_list(_object("index message finish_reason", message="object", **_CHOICE_END)),
-        usage=_USAGE,
-    ),
-    ("post", "/v1/completions"): _object(
-        "id object created model choices usage",
-        id="string",
-        object={"const": "text_completion"},
-        created="integer",
-        model="string",
-        choices=_list(_object("index text finish_reason", text="string", **_CHOICE_END)),
-        usage=_USAGE,
-    ),
+    ("post", "/v1/chat/completions"): _completion("chat.completion", "message", "object"),
+    ("post", "/v1/completions"): _completion("text_completion", "text", "string"),
     ("post", "/v1/chat/completions/render"): _RENDERED,
     ("post", "/v1/completions/render"): _list(_RENDERED),
     ("post", "/v1/responses"): _object(

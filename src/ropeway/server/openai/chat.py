@@ -1,7 +1,7 @@
 """POST /v1/chat/completions, and what every endpoint that generates a message shares.
 
 Owns: prepare_chat, from a chat request to a call that is ready to run. Must not know: how sequences run, how an answer
-is worded (chat_view). Called by: app; other endpoints that speak of messages.
+is worded (chat_view). Called by: routes; other endpoints that speak of messages.
 """
 
 from __future__ import annotations

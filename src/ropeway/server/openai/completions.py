@@ -1,7 +1,7 @@
 """POST /v1/completions.
 
 Owns: prompts in their four forms, echo, and the completions wording of answers. Must not know: how sequences run.
-Called by: app.
+Called by: routes, render.
 """
 
 from __future__ import annotations

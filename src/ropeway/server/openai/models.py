@@ -1,6 +1,7 @@
 """GET /v1/models and /v1/models/{id}, and what routers ask about the model and the server.
 
-Owns: the names the API answers to. Must not know: the engine. Called by: app, cli (the name for metrics).
+Owns: the names the API answers to. Must not know: the engine. Called by: routes, serve (the name for
+metrics).
 """
 
 from __future__ import annotations

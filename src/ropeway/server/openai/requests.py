@@ -1,6 +1,6 @@
 """GET /v1/requests/{id} and POST /v1/requests/{id}/cancel: the caller's own requests, while they run.
 
-Owns: the wording of both. Must not know: how requests run. Called by: app.
+Owns: the wording of both. Must not know: how requests run. Called by: routes.
 """
 
 from __future__ import annotations

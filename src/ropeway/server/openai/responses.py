@@ -1,7 +1,7 @@
 """POST /v1/responses, and GET and DELETE of stored ones: OpenAI's newer API, over the same chat path.
 
 Owns: the request's fields, the way from input items to chat messages, what is stored. Must not know: how sequences run,
-how a model writes tool calls. Called by: app.
+how a model writes tool calls. Called by: routes.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """POST /tokenize and /detokenize: what the server would make of a prompt, without generating.
 
-Owns: the wording of both. Must not know: the engine. Called by: app.
+Owns: the wording of both. Must not know: the engine. Called by: routes.
 """
 
 from __future__ import annotations
