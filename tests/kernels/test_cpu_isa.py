@@ -29,17 +29,20 @@ NEEDS = {  # by the kernel's names of processor features
 }
 
 
+def processor() -> set[str]:
+    """Its features by the operating system's account."""
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() in ("flags", "Features"):
+            return set(value.split())
+    return set()
+
+
 def allowed() -> list[str]:
     """What the processor has by the operating system's account, the widest first."""
     if platform.machine() == "aarch64":
         return ["neon", "scalar"]
-    flags: set[str] = set()
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        name, _, value = line.partition(":")
-        if name.strip() == "flags":
-            flags = set(value.split())
-            break
-    return [isa for isa, needs in NEEDS.items() if needs <= flags] + ["scalar"]
+    return [isa for isa, needs in NEEDS.items() if needs <= processor()] + ["scalar"]
 
 
 on_linux = pytest.mark.skipif(
@@ -60,6 +63,12 @@ def test_a_set_that_the_processor_lacks_is_refused_by_name():
     for isa in lacking:
         with pytest.raises(ValueError, match=f"{cpu.ISA_VARIABLE}={isa}: this processor"):
             cpu_sets.native(isa)
+
+
+@on_linux
+@pytest.mark.parametrize("isa", [None, "scalar"])
+def test_the_features_are_the_processors_whatever_set_is_chosen(isa: str | None):
+    assert cpu_sets.native(isa).features == tuple(name for name in cpu.FEATURES if name in processor())
 
 
 def test_an_unknown_set_is_refused_with_the_names_of_those_there_are():

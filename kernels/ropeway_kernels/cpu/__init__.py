@@ -25,6 +25,8 @@ TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 GATES = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
 ISA_VARIABLE = "ROPEWAY_CPU_ISA"  # one of ISAS: for tests, and for finding out whether a fault is an instruction set's
 ISAS = ("avx512bf16", "avx512", "avx2", "neon", "scalar")
+# Dot products of int8, by Linux's names. A processor has them or not whatever its ISA, so kernels ask for them apart.
+FEATURES = ("avx512_vnni", "avx_vnni", "asimddp")
 
 _LIBRARY = Path(__file__).with_name("libropeway_cpu.so")
 _HUGE_PAGE = 2**21
@@ -142,6 +144,7 @@ class NativeKernels:
 
     def __init__(self, library: ctypes.CDLL, isa: str) -> None:
         self.isa = isa
+        self.features = tuple(name for name in FEATURES if library.ropeway_has_feature(name.encode()))
         self.panel: int = library.ropeway_panel()
         self._library = library
         p, n, i, f = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
@@ -495,4 +498,15 @@ def why_not() -> str:
     return _open()[1]
 
 
-__all__ = ["GATES", "ISAS", "ISA_VARIABLE", "TYPES", "NativeKernels", "PackedWeight", "allocate", "load", "why_not"]
+__all__ = [
+    "FEATURES",
+    "GATES",
+    "ISAS",
+    "ISA_VARIABLE",
+    "TYPES",
+    "NativeKernels",
+    "PackedWeight",
+    "allocate",
+    "load",
+    "why_not",
+]

@@ -1,11 +1,17 @@
 // The library's C interface: picks the instruction set at run time and passes calls on. No vector code here: this file
 // is compiled for the plainest processor of the family.
 //
-// Owns: the choice of the set, packing. Must not know: torch, Python.
+// Owns: what the processor has, the choice of the set, packing. Must not know: torch, Python.
 // Called by: ../__init__.py through ctypes, from one thread at a time.
 
 #include <algorithm>
 #include <cstring>
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#elif defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
+#endif
 
 #include "dispatch.h"
 #include "threads.h"
@@ -79,6 +85,22 @@ EXPORT const char* ropeway_select(const char* name) {
     }
     chain[count] = nullptr;
     return count == 0 ? nullptr : chain[0]->name;
+}
+
+// Whether the processor has a feature beside its sets; `name` is Linux's.
+EXPORT int32_t ropeway_has_feature(const char* name) {
+    [[maybe_unused]] const auto asked = [name](const char* feature) { return std::strcmp(name, feature) == 0; };
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    if (asked("avx512_vnni")) return supported(kAvx512) && __builtin_cpu_supports("avx512vnni");
+    if (asked("avx_vnni")) {  // not every compiler's __builtin_cpu_supports knows it
+        unsigned a = 0, b = 0, c = 0, d = 0;
+        return supported(kAvx2) && __get_cpuid_count(7, 1, &a, &b, &c, &d) != 0 && (a >> 4 & 1) != 0;
+    }
+#elif defined(__aarch64__) && defined(__linux__)
+    if (asked("asimddp")) return (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) != 0;
+#endif
+    return false;
 }
 
 EXPORT int32_t ropeway_panel() { return chain[0]->panel; }
