@@ -76,6 +76,17 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return wide.to(x.dtype)
 
 
+def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x ``[rows, size]`` as int8 and float64 scales ``[rows]``: a row's greatest magnitude is 127 steps, ties go to even.
+    A row of zeros has scale 0; one with an infinity or a NaN has a scale of NaN; both have zeros."""
+    wide = x.double()
+    scales = wide.abs().amax(-1) / 127
+    steps = (wide / scales[:, None]).nan_to_num(nan=0.0).round()
+    scales = scales.where(scales.isfinite(), torch.nan)
+    steps = steps.where((scales > 0)[:, None], 0.0)
+    return steps.to(torch.int8), scales
+
+
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn each pair (i, i + rotary_dim / 2) of a head by its angle; dimensions from rotary_dim on stay.
 

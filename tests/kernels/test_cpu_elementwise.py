@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ropeway_kernels import cpu, reference
@@ -82,6 +83,83 @@ def test_rms_norm_of_extreme_rows_is_that_of_torch_in_float32(dtype: torch.dtype
     x = x.to(dtype)
     want = (x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-6)).to(dtype).double()
     close(kernels.rms_norm(x, torch.ones(40), 1e-6), want, absolute=0.0)
+
+
+# --- norm to int8 ---
+
+
+def check_int8(got: tuple[Tensor, Tensor], exact: Tensor) -> None:
+    """exact: the norm ``[rows, size]`` in float64. Where a value lies in the middle between two steps either may be taken;
+    everywhere else the nearest one is."""
+    out, scales = got
+    steps, want_scales = reference.quantise_rows(exact)
+    assert (out.dtype, scales.dtype) == (torch.int8, torch.float32)
+    torch.testing.assert_close(scales.double(), want_scales, rtol=3e-6, atol=0.0)
+    distance = (exact / want_scales[:, None] - out).abs().where((want_scales > 0)[:, None], out.abs())
+    assert distance.max() <= 0.5 + 2e-4
+    assert (out != steps).float().mean() < 0.01
+    assert torch.equal(out.abs().amax(-1) == 127, want_scales > 0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [1, 3, 8, 31, 64, 576, 897, 2048])
+def test_rms_norm_int8_is_the_norm_quantised_row_by_row(dtype: torch.dtype, size: int):
+    x, weight = torch.randn(5, size).to(dtype), torch.randn(size)
+    exact = reference.rms_norm(x.double(), weight, 1e-5)
+    got = kernels.rms_norm_int8(x, weight, 1e-5)
+    check_int8(got, exact)
+    want = F.rms_norm(x.float(), (size,), weight, 1e-5)
+    assert ((got[0] * got[1][:, None] - want).abs() <= 0.501 * got[1][:, None]).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [5, 64, 577])
+def test_rms_norm_int8_adds_to_the_residual_first_and_takes_the_norm_of_what_is_stored(dtype: torch.dtype, size: int):
+    x, residual, weight = torch.randn(3, size).to(dtype), torch.randn(3, size).to(dtype), torch.randn(size)
+    total, before = residual + x, x.clone()
+    got = kernels.rms_norm_int8(x, weight, 1e-6, residual)
+    assert torch.equal(residual, total)
+    assert torch.equal(x, before)
+    check_int8(got, reference.rms_norm(total.double(), weight, 1e-6))
+
+
+def test_rms_norm_int8_rounds_ties_to_even():
+    x = torch.tensor([[127.0, 0.5, 1.5, 2.5, -0.5, -1.5, -2.5, 125.5, -126.5, 3.0, 0.0]])
+    for scale in (1.0, 0.25, 2.0**40):  # whatever the norm divides by
+        out, _ = kernels.rms_norm_int8(x * scale, torch.ones(11), 1e-6)
+        assert out.tolist() == [[127, 0, 2, 2, 0, -2, -2, 126, -126, 3, 0]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rms_norm_int8_of_extreme_rows(dtype: torch.dtype):
+    x = torch.randn(8, 43)
+    x[0] *= 1e18  # squares still fit
+    x[1] *= 1e25  # squares do not: the norm is 0
+    x[2] = 0.0
+    x[3, 7] = -inf
+    x[4, 42] = nan
+    x[5] *= 1e-30
+    x[6] *= 1e-37  # 127 steps of it would not be normal numbers: taken for zeros
+    x[7, :42] = 0.0  # the greatest is in the part of a vector at the end
+    x = x.to(dtype)
+    out, scales = kernels.rms_norm_int8(x, torch.ones(43), 1e-6)
+    for row in (0, 5, 7):
+        check_int8((out[row, None], scales[row, None]), reference.rms_norm(x[row, None].double(), torch.ones(43), 1e-6))
+    assert scales[[1, 2, 6]].tolist() == [0.0, 0.0, 0.0]
+    assert scales[[3, 4]].isnan().all()
+    assert not out[[1, 2, 3, 4, 6]].any()
+
+
+def test_rms_norm_int8_writes_its_rows_and_nothing_behind_them():
+    for rows in (0, 1, 3):
+        out, scales = torch.full((64,), 99, dtype=torch.int8), torch.full((8,), 99.0)
+        x, weight = torch.randn(rows, 13), torch.ones(13)
+        kernels._rms_norm_int8(
+            x.data_ptr(), None, weight.data_ptr(), out.data_ptr(), scales.data_ptr(), cpu.TYPES[x.dtype], rows, 13, 1e-6
+        )
+        assert (out[rows * 13 :] == 99).all()
+        assert (scales[rows:] == 99.0).all()
+        assert not (scales[:rows] == 99.0).any()
 
 
 # --- gated activations ---
@@ -294,10 +372,15 @@ def test_a_row_is_bitwise_the_same_in_any_batch_and_with_any_number_of_threads(t
     weight = torch.randn(2 * 577)
     kernels.set_num_threads(1)
     norms = torch.cat([kernels.rms_norm(row[None], weight, 1e-6) for row in x])
+    int8 = [kernels.rms_norm_int8(row[None], weight, 1e-6) for row in x]
+    steps, scales = (torch.cat(part) for part in zip(*int8, strict=True))
     gates = torch.cat([kernels.gated(row[None], cpu.GATES["gelu"]) for row in x])
     kernels.set_num_threads(threads)
     for rows in (300, 299, 64, 2):
         assert torch.equal(kernels.rms_norm(x[:rows], weight, 1e-6), norms[:rows])
+        got_steps, got_scales = kernels.rms_norm_int8(x[:rows], weight, 1e-6)
+        assert torch.equal(got_steps, steps[:rows])
+        assert torch.equal(got_scales, scales[:rows])
         assert torch.equal(kernels.gated(x[:rows], cpu.GATES["gelu"]), gates[:rows])
 
 

@@ -123,6 +123,12 @@ def test_row_by_row_kernels_are_the_scalar_ones(isa: str, dtype: torch.dtype):
         scalar.rms_norm(x.flip(0).to(dtype), x[1], 1e-5, residuals[1]),
     )
     assert torch.equal(*residuals)
+    residuals = [x.to(dtype, copy=True), x.to(dtype, copy=True)]
+    got_steps, got_scales = kernels.rms_norm_int8(x.flip(0).to(dtype), x[1], 1e-5, residuals[0])
+    steps, scales = scalar.rms_norm_int8(x.flip(0).to(dtype), x[1], 1e-5, residuals[1])
+    assert torch.equal(*residuals)
+    assert torch.equal(got_steps, steps)  # the order of a sum only shows in the scales
+    close(got_scales, scales)
     for got, want in zip(kernels.argmax(x), scalar.argmax(x), strict=True):
         assert torch.equal(got, want)
 

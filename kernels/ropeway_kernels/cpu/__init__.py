@@ -155,6 +155,7 @@ class NativeKernels:
             "attention": (p,),
             "rope_kv": (p,),
             "rms_norm": (p, p, p, p, i, n, n, f),
+            "rms_norm_int8": (p, p, p, p, p, i, n, n, f),
             "gated": (p, p, i, n, n, i),
             "argmax": (p, n, n, n, p, p),
             "penalise": (p,),
@@ -166,6 +167,7 @@ class NativeKernels:
             self.function(name, arguments, ctypes.c_double)
         self._linear = library.ropeway_linear
         self._rms_norm = library.ropeway_rms_norm
+        self._rms_norm_int8 = library.ropeway_rms_norm_int8
         self._gated = library.ropeway_gated
 
     def function(self, name: str, arguments: tuple[Any, ...], result: Any = None) -> Any:
@@ -343,6 +345,26 @@ class NativeKernels:
             eps,
         )
         return out
+
+    def rms_norm_int8(
+        self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """What `rms_norm` computes, before it is rounded to x's type, as int8 ``[rows, size]`` and float32 scales
+        ``[rows]``: the greatest magnitude of a row is 127 steps, ties go to even. A row of zeros has scale 0; one with
+        an infinity or a NaN has zeros and a scale that is not finite. ``weight`` must be finite."""
+        out, scales = torch.empty(x.shape, dtype=torch.int8), torch.empty(x.shape[0])
+        self._rms_norm_int8(
+            x.data_ptr(),
+            None if residual is None else residual.data_ptr(),
+            weight.data_ptr(),
+            out.data_ptr(),
+            scales.data_ptr(),
+            TYPES[x.dtype],
+            x.shape[0],
+            x.shape[1],
+            eps,
+        )
+        return out, scales
 
     def gated(self, x: Tensor, gate: int) -> Tensor:
         """``gate(x[:, :size]) * x[:, size:]`` of ``[rows, 2 * size]`` contiguous; ``gate`` is a value of GATES."""

@@ -141,6 +141,11 @@ EXPORT void ropeway_rms_norm(const void* x, void* residual, const float* weight,
     chain[0]->rms_norm(x, residual, weight, out, static_cast<Type>(type), rows, size, eps);
 }
 
+EXPORT void ropeway_rms_norm_int8(const void* x, void* residual, const float* weight, int8_t* out, float* scales,
+                                  int32_t type, int64_t rows, int64_t size, float eps) {
+    chain[0]->rms_norm_int8(x, residual, weight, out, scales, static_cast<Type>(type), rows, size, eps);
+}
+
 EXPORT void ropeway_gated(const void* x, void* out, int32_t type, int64_t rows, int64_t size, int32_t gate) {
     chain[0]->gated(x, out, static_cast<Type>(type), rows, size, static_cast<Gate>(gate));
 }

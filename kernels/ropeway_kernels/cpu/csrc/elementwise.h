@@ -127,6 +127,59 @@ void rms_norm(const void* x, void* residual, const float* weight, void* out, Typ
     }
 }
 
+// --- norm to int8 ---
+
+// Returns the row's scale. The inverse root mean square is one factor for the whole row, so it is a factor of the scale,
+// and the int8 values are those of x * weight: one sweep finds sum and greatest, a second one quantises what is still in
+// the first-level cache.
+template <class V, class T>
+float norm_row_int8(const T* x, T* residual, const float* weight, int8_t* out, int64_t size, float eps) {
+    using F = typename V::F;
+    const T* from = residual != nullptr ? residual : x;
+    F greatest = V::zero();
+    const float squares = sum_of_squares<V>(size, [&](int64_t i, auto width) ROPEWAY_LAMBDA {
+        if (residual != nullptr)
+            store<V>(residual + i, V::add(load<V>(residual + i, width), load<V>(x + i, width)), width);
+        const F value = load<V>(from + i, width);
+        greatest = V::max(V::sign_of(V::mul(value, load<V>(weight + i, width)), V::zero()), greatest);
+        return value;
+    });
+    float top = V::max_of(greatest);
+    if (top < 128 * std::numeric_limits<float>::min()) top = 0.0f;  // steps of a 127th of it would be no normal numbers
+    const float scale = top * inverse_rms(squares, size, eps) / 127.0f;
+    if (!(scale > 0.0f && scale <= std::numeric_limits<float>::max())) {  // zeros, or there is an infinity or a NaN
+        std::memset(out, 0, size);
+        return scale;
+    }
+    const F steps = V::set(127.0f / top);
+    for_vectors<V>(size, [&](int64_t i, auto width) ROPEWAY_LAMBDA {
+        const F product = V::mul(load<V>(from + i, width), load<V>(weight + i, width));
+        store<V>(out + i, V::mul(product, steps), width);
+    });
+    return scale;
+}
+
+template <class V, class T>
+void norm_rows_int8(const void* x, void* residual, const float* weight, int8_t* out, float* scales, int64_t rows,
+                    int64_t size, float eps) {
+    parallel_ranges(rows, size, [&](int64_t begin, int64_t end) {
+        for (int64_t row = begin; row < end; ++row)
+            scales[row] = norm_row_int8<V>(static_cast<const T*>(x) + row * size,
+                                           residual == nullptr ? nullptr : static_cast<T*>(residual) + row * size,
+                                           weight, out + row * size, size, eps);
+    });
+}
+
+template <class V>
+void rms_norm_int8(const void* x, void* residual, const float* weight, int8_t* out, float* scales, Type type,
+                   int64_t rows, int64_t size, float eps) {
+    switch (type) {
+        case Type::kF32: return norm_rows_int8<V, float>(x, residual, weight, out, scales, rows, size, eps);
+        case Type::kBf16: return norm_rows_int8<V, bf16>(x, residual, weight, out, scales, rows, size, eps);
+        case Type::kF16: return norm_rows_int8<V, f16>(x, residual, weight, out, scales, rows, size, eps);
+    }
+}
+
 // --- rotation and the write to the cache ---
 
 // T: type of q, k and v; C: of the cache.

@@ -12,9 +12,9 @@ namespace {
 
 template <class V>
 constexpr Kernels make_table(const char* name) {
-    return {name,         V::kLanes, V::kLanes * V::kPanelVectors, &linear<V>,   &attention<V>, &rope_kv<V>,
-            &rms_norm<V>, &gated<V>, &argmax<V>,                   &penalise<V>, &sample<V>,    &peak<V>,
-            &read_rate<V>};
+    return {name,         V::kLanes,         V::kLanes * V::kPanelVectors, &linear<V>, &attention<V>, &rope_kv<V>,
+            &rms_norm<V>, &rms_norm_int8<V>, &gated<V>,                    &argmax<V>, &penalise<V>,  &sample<V>,
+            &peak<V>,     &read_rate<V>};
 }
 
 }  // namespace

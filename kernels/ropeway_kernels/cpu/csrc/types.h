@@ -174,6 +174,10 @@ struct Kernels {
     // residual += x (when residual is not null), out = norm(residual or x) * weight, all [rows, size] of one type.
     void (*rms_norm)(const void* x, void* residual, const float* weight, void* out, Type type, int64_t rows,
                      int64_t size, float eps);
+    // The same norm as int8, scales[m] * out[m, i] with scales[m] = max |norm| / 127. A row of zeros has scale 0, one with
+    // an infinity or a NaN has a scale that is not finite, and both have zeros in out.
+    void (*rms_norm_int8)(const void* x, void* residual, const float* weight, int8_t* out, float* scales, Type type,
+                          int64_t rows, int64_t size, float eps);
     // out[m, i] = gate(x[m, i]) * x[m, size + i]; x is [rows, 2 * size], out [rows, size].
     void (*gated)(const void* x, void* out, Type type, int64_t rows, int64_t size, Gate gate);
     // Per row the greatest value and its first index; a row with a NaN gives NaN.

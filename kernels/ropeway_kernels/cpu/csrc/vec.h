@@ -17,6 +17,7 @@
 //   sum(a) max_of(a)        over the lanes, always in the same order; max_of of numbers only
 //
 //   load(p) store(p, a)     for float, bf16 and f16, at any address; stores round to nearest even, and NaN stays NaN
+//   store(p, a)             for int8, |a| <= 127: the nearest whole numbers, ties to even
 //   load_pair(p, which)     p: kLanes interleaved pairs of bf16; the even (0) or odd (1) element of each
 //
 // With kDotBf16:

@@ -75,6 +75,12 @@ struct Avx2 {
         _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT));
     }
 
+    static void store(int8_t* p, F a) {
+        const __m256i whole = _mm256_cvtps_epi32(a);
+        const __m128i half = _mm_packs_epi32(_mm256_castsi256_si128(whole), _mm256_extracti128_si256(whole, 1));
+        _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packs_epi16(half, half));
+    }
+
     // kLanes interleaved pairs along K, the even (0) or the odd (1) element of each.
     static F load_pair(const bf16* p, int which) {
         const __m256i pairs = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));

@@ -75,6 +75,10 @@ struct Avx512 {
         _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT));
     }
 
+    static void store(int8_t* p, F a) {
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(a)));
+    }
+
     static F load_pair(const bf16* p, int which) {
         const __m512i pairs = _mm512_loadu_si512(p);
         return _mm512_castsi512_ps(which == 0

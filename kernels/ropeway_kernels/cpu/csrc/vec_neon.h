@@ -3,6 +3,8 @@
 
 #include <arm_neon.h>
 
+#include <cstring>
+
 #include "types.h"
 
 namespace ropeway {
@@ -58,6 +60,12 @@ struct Neon {
         vst1_u16(&p->bits, vshrn_n_u32(vbslq_u32(vceqq_f32(a, a), rounded, quiet), 16));
     }
     static void store(f16* p, F a) { vst1_u16(&p->bits, vreinterpret_u16_f16(vcvt_f16_f32(a))); }
+
+    static void store(int8_t* p, F a) {
+        const int16x4_t half = vmovn_s32(vcvtnq_s32_f32(a));
+        const int8x8_t bytes = vmovn_s16(vcombine_s16(half, half));
+        std::memcpy(p, &bytes, kLanes);
+    }
 
     static F load_pair(const bf16* p, int which) {
         const uint32x4_t pairs = vreinterpretq_u32_u16(vld1q_u16(&p->bits));

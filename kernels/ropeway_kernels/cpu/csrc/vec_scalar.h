@@ -72,6 +72,11 @@ struct Scalar {
         narrow(p, value | ((bits(a) >> 16) & 0x8000));
     }
 
+    static void store(int8_t* p, F a) {
+        const Bytes bytes = __builtin_convertvector(__builtin_convertvector(round(a), I), Bytes);
+        std::memcpy(p, &bytes, sizeof(bytes));
+    }
+
     static F load_pair(const bf16* p, int which) {
         F pair;
         for (int i = 0; i < kLanes; ++i) {
@@ -87,6 +92,7 @@ private:
     using I = int32_t __attribute__((vector_size(16)));
     using U = uint32_t __attribute__((vector_size(16)));
     using Half = uint16_t __attribute__((vector_size(8)));
+    using Bytes = int8_t __attribute__((vector_size(4)));
     static constexpr float kRounding = 0x1.8p23f;  // leaves no bit for a fraction
     static constexpr uint32_t kMagnitude = 0x7fffffffu;
 
