@@ -30,7 +30,7 @@ namespace {
 
 constexpr int64_t kSpan = 256;  // positions; another value gives other answers in the last bit
 constexpr int64_t kQueryTileBytes = 64 << 10;  // of q and its sums; beside a span of K and V in the second-level cache
-constexpr int64_t kItemsPerThread = 8;
+constexpr int64_t kItemsPerThread = 4;
 constexpr int64_t kChunk = 32;  // positions that every row tile takes before any takes the next; prefetches' distance
 constexpr int64_t kSideBySide = 8;  // row tiles
 constexpr int64_t kCacheLine = 64;
@@ -135,7 +135,15 @@ struct AttentionKernel {
 
     void run() {
         plan();
-        parallel_for(num_items, [&](int64_t i) { attend(items[i]); });
+        // A thread takes its next item when it comes to the last span of the one at hand, in time to prefetch for it.
+        std::atomic<int64_t> taken{0};
+        const auto take = [&]() -> const Item* {
+            const int64_t index = taken.fetch_add(1, std::memory_order_relaxed);
+            return index < num_items ? items + index : nullptr;
+        };
+        parallel_for(std::min<int64_t>(num_items, num_threads()), [&](int64_t) {
+            for (const Item* item = take(); item != nullptr;) item = attend(*item, take);
+        });
     }
 
     int64_t row_tiles(int64_t queries) const { return (queries * group + kHeight - 1) / kHeight; }
@@ -203,7 +211,9 @@ struct AttentionKernel {
         return State(partials + tile.partial + index * State::size(rows, head_dim), rows, head_dim);
     }
 
-    void attend(const Item& item) const {
+    // Returns the item that the thread does next, or null.
+    template <class Take>
+    const Item* attend(const Item& item, const Take& take) const {
         static thread_local Scratch query_memory, state_memory, unit_memory, score_memory, weight_memory, sums_memory;
         static thread_local Span spans[2];
         const QueryTile& tile = tiles[item.tile];
@@ -240,14 +250,18 @@ struct AttentionKernel {
         float* memory = state_memory.get<float>(heads * size);
         const auto own = [&](int64_t head) { return State(memory + head * size, rows, head_dim); };
         for (int64_t head = 0; head < heads; ++head) own(head).clear(rows, head_dim);
+        const Item* following = nullptr;
         find(tile, item.first_head, item.first_span, spans[item.first_span % 2]);
         for (int64_t s = item.first_span; s < item.end_span; ++s) {
             const Span& span = spans[s % 2];
             Span& next = spans[(s + 1) % 2];
-            if (s + 1 < item.end_span)
+            if (s + 1 < item.end_span) {
                 find(tile, item.first_head, s + 1, next);
-            else
+            } else if ((following = take()) != nullptr) {
+                find(tiles[following->tile], following->first_head, following->first_span, next);
+            } else {
                 std::fill_n(next.values, kSpan / kLanes, nullptr);
+            }
             const auto state_of = [&](int64_t head) {
                 return tile.partial < 0 ? own(head) : partial(tile, item.first_head + head, s);
             };
@@ -259,10 +273,11 @@ struct AttentionKernel {
         if (tile.partial >= 0) {
             const auto done = static_cast<int32_t>(item.end_span - item.first_span);
             const int32_t before = counters[tile.counter + item.first_head].fetch_add(done, std::memory_order_acq_rel);
-            if (before + done < tile.end_span - tile.first_span) return;
+            if (before + done < tile.end_span - tile.first_span) return following;
             for (int64_t head = 0; head < heads; ++head) merge_partials(tile, item.first_head + head, own(head));
         }
         for (int64_t head = 0; head < heads; ++head) store_result(tile, item.first_head + head, own(head));
+        return following;
     }
 
     void merge_partials(const QueryTile& tile, int64_t kv_head, State state) const {
@@ -331,9 +346,10 @@ struct AttentionKernel {
                 if (begin < end) body(unit, begin, end);
             }
         };
-        // Meanwhile the next chunk of the same head is brought nearer: after K comes V, after V the next span's K.
-        // Prefetches are in the order in which lines lie in memory, or the processor's own prefetching is misled. That
-        // order is all that they follow, so a tile of V can be fetched as if it were one of K, and the other way round.
+        // Meanwhile the next chunk of the same head is brought nearer: after K comes V, after V the next span's K, be
+        // it another item's. Prefetches are in the order in which lines lie in memory, or the processor's own
+        // prefetching is misled. That order is all that they follow, so a tile of V can be fetched as if it were one of
+        // K, and the other way round.
         const int64_t to_values = a.num_kv_heads * block_size * head_dim;
         for (int64_t v = first; v < last; v += step) {
             const bool more = v + step < last;
