@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import itertools
 
 import numpy as np
 import pytest
@@ -254,3 +256,48 @@ def test_only_rows_that_sample_are_in_the_sampling_inputs():
     assert sampling.logprobs == []
     assert batch.sampled == [1, 2]
     assert batch.logits_indices.tolist() == [3, 4]
+
+
+def by_value(thing: object) -> object:
+    if isinstance(thing, torch.Tensor | np.ndarray):
+        return str(thing.dtype), thing.tolist()
+    if dataclasses.is_dataclass(thing):
+        return {field.name: by_value(getattr(thing, field.name)) for field in dataclasses.fields(thing)}
+    if isinstance(thing, list | tuple):
+        return [by_value(part) for part in thing]
+    return thing
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {},
+        {"temperature": 0.8, "seed": 5, "top_p": 0.9},
+        {"frequency_penalty": 0.5, "logprobs": 2},
+        {"min_tokens": 4, "eos_token_ids": (7,), "logit_bias": ((3, 1.5),)},
+    ],
+    ids=lambda sampling: " ".join(sampling) or "greedy",
+)
+def test_a_batch_made_in_place_of_the_last_one_is_the_one_gathered_anew(sampling):
+    """One row is given its blocks as they are needed, one has them all; then one pauses, comes back, and leaves."""
+    added = [new_row(0, [1, 2, 3], [1], **sampling), new_row(1, [4, 5, 6, 7, 8], [2, 3, 4, 5])]
+    plans = [step((0, 0, 3, True), (1, 0, 5, True), added=added)]
+    plans += [
+        step((0, 3 + n, 1, True), (1, 5 + n, 1, True), new_blocks={0: [6 + n]} if (3 + n) % 4 == 0 else {})
+        for n in range(7)
+    ]
+    plans += [step((1, 12, 1, True)), step((1, 13, 1, True))]
+    plans += [step((0, 10, 1, True), (1, 14, 1, True)), step((0, 11, 1, True), (1, 15, 1, True))]
+    plans += [step((0, 12, 1, True), new_blocks={0: [20]}, removed=[1]), step((0, 13, 1, True))]
+    rows, anew = make_rows(), make_rows()
+    batches = []
+    for number, plan in enumerate(plans):
+        tokens = [10 + number + index for index in range(len(plan.request_ids))]
+        anew._decoding = None
+        expected = by_value(run(anew, plan, *tokens))
+        batch = run(rows, plan, *tokens)
+        assert by_value(batch) == expected
+        batches.append(batch)
+    in_place = [after is before for before, after in itertools.pairwise(batches)]
+    assert in_place == [False, *[True] * 6, False, True, False, True, False, True]
+    assert rows.last_token.tolist() == anew.last_token.tolist()

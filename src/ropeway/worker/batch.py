@@ -67,6 +67,31 @@ class InputBatch:
 
 
 @dataclass(slots=True)
+class _Decoding:
+    """A batch in which each row had one token and sampled. As long as the rows stay the same, the next batch is this one,
+    a token further: it is made in its place."""
+
+    batch: InputBatch
+    request_ids: list[int]
+    num_tokens: list[int]  # all 1
+    samples: list[bool]  # all true
+    next_positions: list[int]
+    is_greedy: bool  # nothing but the best token is asked for
+    rows: np.ndarray  # [num_reqs] int64
+    positions: np.ndarray  # [num_reqs] int64, the memory of the batch's
+    slots: np.ndarray  # [num_reqs] int64, likewise
+    seq_lens: np.ndarray  # [num_reqs] int32, likewise
+
+    def continues_with(self, plan: SchedulerOutput) -> bool:
+        return (
+            plan.start_positions == self.next_positions
+            and plan.request_ids == self.request_ids
+            and plan.num_tokens == self.num_tokens
+            and plan.samples == self.samples
+        )
+
+
+@dataclass(slots=True)
 class RequestRows:
     capacity: int  # rows at first; more are made when needed
     max_model_len: int
@@ -81,6 +106,7 @@ class RequestRows:
     _block_table: np.ndarray = field(init=False)  # [capacity, max blocks of a sequence] int32; 0 beyond num_blocks
     _extras: dict[int, _Extras] = field(default_factory=dict)  # by row
     _penalties: _PenaltyTable = field(init=False)
+    _decoding: _Decoding | None = None  # the last batch, if it was one
 
     def __post_init__(self) -> None:
         # numpy's zeros are untouched pages, so room for the longest sequence in every row costs nothing until used.
@@ -95,6 +121,8 @@ class RequestRows:
 
     def apply(self, plan: SchedulerOutput) -> None:
         """Free the removed rows, fill the added ones, append new blocks."""
+        if plan.removed or plan.added:
+            self._decoding = None
         for request_id in plan.removed:
             self._remove(request_id)
         for new in plan.added:
@@ -188,11 +216,13 @@ class RequestRows:
     # --- one step -----------------------------------------------------------------------------------------------------
 
     def gather(self, plan: SchedulerOutput, padded: int = 0) -> InputBatch:
-        """The step's tensors; the plan has at least one row and has been applied.
+        """The step's tensors; the plan has at least one row and has been applied. They hold until the next is gathered.
 
         padded: for a plan whose rows have one token each, the number of rows that the model is to see; those beyond the
         plan's have seq_lens 0 and slot -1, and sample nothing.
         """
+        if self._decoding is not None and not padded and self._decoding.continues_with(plan):
+            return self._gather_next(plan, self._decoding)
         num_reqs = len(plan.request_ids)
         index = self.index
         rows = np.fromiter((index[request_id] for request_id in plan.request_ids), np.int64, num_reqs)
@@ -207,8 +237,7 @@ class RequestRows:
         if num_tokens != num_reqs:
             token_rows = np.repeat(rows, counts)
             positions = np.arange(num_tokens) - np.repeat(query_start_loc[:-1] - starts, counts)
-        slots = self._block_table[token_rows, positions // self.block_size].astype(np.int64)
-        slots = slots * self.block_size + positions % self.block_size
+        slots = self._slots(token_rows, positions)
         # A token that the host does not know is the one sampled last in its row, still on the device.
         known = positions < self._params["num_known"][token_rows]
         input_ids = np.where(known, self._tokens[token_rows, positions], 0).astype(np.int64)
@@ -248,7 +277,7 @@ class RequestRows:
             tensors["input_ids"][tensors["sampled_last"]] = self.last_token[tensors["sampled_last_rows"]]
         if len(sampled):
             self._attach_sampling(tensors, sampling)
-        return InputBatch(
+        batch = InputBatch(
             input_ids=tensors["input_ids"],
             positions=tensors["positions"],
             logits_indices=tensors["logits_indices"],
@@ -268,6 +297,48 @@ class RequestRows:
             sampled_rows=tensors["sampled_rows"],
             sampling=sampling,
         )
+        self._decoding = None
+        # A device that runs ahead may not have read this batch when the next is made.
+        if num_tokens == num_reqs == len(sampled) and not padded and not self.device.runs_ahead:
+            extras = not self._extras.keys().isdisjoint(rows.tolist())
+            self._decoding = _Decoding(
+                batch=batch,
+                request_ids=plan.request_ids,
+                num_tokens=plan.num_tokens,
+                samples=plan.samples,
+                next_positions=seq_lens.tolist(),
+                is_greedy=not (extras or "random_rows" in arrays or "penalty_rows" in arrays),
+                rows=rows,
+                positions=positions,
+                slots=slots,
+                seq_lens=kv_lens,
+            )
+        return batch
+
+    def _gather_next(self, plan: SchedulerOutput, last: _Decoding) -> InputBatch:
+        batch, meta = last.batch, last.batch.meta
+        last.next_positions = [start + 1 for start in plan.start_positions]
+        last.positions += 1
+        last.slots += 1
+        last.seq_lens += 1
+        meta.max_seq_len += 1
+        if plan.new_blocks or not (last.positions % self.block_size).all():  # a row goes on in another block
+            last.slots[:] = self._slots(last.rows, last.positions)
+            block_table = self._block_table[last.rows, : -(-meta.max_seq_len // self.block_size)]
+            meta.block_table = self.device.upload({"block_table": block_table})["block_table"]
+        torch.index_select(self.last_token, 0, batch.sampled_rows, out=batch.input_ids)
+        batch.sampling = SamplingInputs(num_rows=len(last.rows))
+        if not last.is_greedy:
+            arrays: dict[str, np.ndarray] = {}
+            self._gather_sampling(last.rows, last.seq_lens, arrays, batch.sampling)
+            self._attach_sampling(self.device.upload(arrays), batch.sampling)
+        return batch
+
+    def _slots(self, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """Where the KV of the tokens ``positions`` ``[n]`` of ``rows`` ``[n]`` goes."""
+        blocks = self._block_table[rows, positions // self.block_size].astype(np.int64)
+        slots: np.ndarray = blocks * self.block_size + positions % self.block_size
+        return slots
 
     def _gather_sampling(
         self, rows: np.ndarray, seq_lens: np.ndarray, arrays: dict[str, np.ndarray], sampling: SamplingInputs
@@ -345,7 +416,7 @@ class RequestRows:
 
     def commit(self, batch: InputBatch, token_ids: Tensor) -> None:
         """Keep the sampled tokens ``[num_sampled]`` for the next step."""
-        self.last_token[batch.sampled_rows] = token_ids
+        self.last_token.index_copy_(0, batch.sampled_rows, token_ids)
         if (penalties := batch.sampling.penalties) is not None:
             penalties.output_counts[penalties.slots, token_ids[penalties.rows]] += 1
 

@@ -66,7 +66,8 @@ class Device(Protocol):
         ...
 
     def upload(self, arrays: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
-        """Copy int32, int64 and float32 arrays to the device in one transfer. They hold until `end_step`."""
+        """Copy int32, int64 and float32 arrays to the device in one transfer. They hold until `end_step`. A device that
+        does not run ahead copies nothing: the tensors are the arrays' own memory."""
         ...
 
     def download(self, tensors: Sequence[Tensor]) -> Results:
