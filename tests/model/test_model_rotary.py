@@ -156,3 +156,13 @@ def test_scores_depend_on_distance_only() -> None:
 def test_what_is_not_understood_is_named(table: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         parse_rope(table, theta=1e4, head_dim=64, max_positions=4096)
+
+
+@pytest.mark.parametrize("table", TABLES, ids=lambda table: table["rope_type"])
+def test_the_table_holds_the_angles_of_each_position(table: dict[str, Any]) -> None:
+    spec = parse_rope(table, theta=10000.0, head_dim=64, max_positions=131072)
+    rotary = Rotary(spec, torch.device("cpu"))
+    cos, sin = rotary.table(3000)
+    for positions in (torch.tensor([0, 1, 10, 200, 2999]), torch.arange(1000, 1037)):
+        for part, angles in zip((cos, sin), rotary.angles(positions, torch.float32), strict=True):
+            assert torch.equal(part[positions], angles.squeeze(1))

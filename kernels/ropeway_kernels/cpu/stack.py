@@ -1,4 +1,4 @@
-"""All layers of a decoder as one native call.
+"""A decoder from the embeddings to the last norm as one native call.
 
 Owns: the mirror of Layer, Stack and StackStep in csrc/types.h. Must not know: checkpoints, embeddings, logits.
 Called by: model.decoder, which describes its layers once and then calls `run` for every step.
@@ -42,6 +42,9 @@ class _LayerArgs(ctypes.Structure):
 class _StackArgs(ctypes.Structure):
     _fields_ = (
         ("layers", ctypes.POINTER(_LayerArgs)),
+        ("norm", ctypes.c_void_p),
+        ("cos", ctypes.c_void_p * MAX_ROTARIES),
+        ("sin", ctypes.c_void_p * MAX_ROTARIES),
         ("num_layers", ctypes.c_int64),
         ("hidden_size", ctypes.c_int64),
         ("intermediate_size", ctypes.c_int64),
@@ -60,10 +63,10 @@ class _StackArgs(ctypes.Structure):
 
 class _StepArgs(ctypes.Structure):
     _fields_ = (
-        ("residual", ctypes.c_void_p),
+        ("hidden", ctypes.c_void_p),
         ("out", ctypes.c_void_p),
-        ("cos", ctypes.c_void_p * MAX_ROTARIES),
-        ("sin", ctypes.c_void_p * MAX_ROTARIES),
+        ("positions", ctypes.c_void_p),
+        ("indices", ctypes.c_void_p),
         ("slot_mapping", ctypes.c_void_p),
         ("query_start_loc", ctypes.c_void_p),
         ("seq_lens", ctypes.c_void_p),
@@ -71,6 +74,7 @@ class _StepArgs(ctypes.Structure):
         ("max_blocks", ctypes.c_int64),
         ("num_reqs", ctypes.c_int64),
         ("num_tokens", ctypes.c_int64),
+        ("num_indices", ctypes.c_int64),
     )
 
 
@@ -88,7 +92,7 @@ class StackLayer:
     mlp_out_norm: Tensor | None
     q_norm: Tensor | None
     k_norm: Tensor | None
-    rotary: int  # index into the angles given to `run`, below MAX_ROTARIES
+    rotary: int  # index into the tables given to `set_angles`, below MAX_ROTARIES
     sliding_window: int | None
     scale: float
     soft_cap: float | None
@@ -98,68 +102,87 @@ class LayerStack:
     """Layers bound to their KV caches."""
 
     def __init__(
-        self, native: NativeKernels, layers: Sequence[StackLayer], kv_layers: Sequence[Tensor], *, gate: str, eps: float
+        self,
+        native: NativeKernels,
+        layers: Sequence[StackLayer],
+        norm: Tensor,
+        kv_layers: Sequence[Tensor],
+        *,
+        gate: str,
+        eps: float,
+        dtype: torch.dtype,
     ) -> None:
-        """kv_layers: one ``[num_blocks, 2, num_kv_heads, block_size, head_dim]`` per layer, all with the same strides."""
-        self._kept = (layers, kv_layers)  # the arguments below are bare addresses into these
+        """norm ``[hidden_size]`` float32: after the last layer. kv_layers: one ``[num_blocks, 2, num_kv_heads,
+        block_size, head_dim]`` per layer, all with the same strides. dtype: of hidden states."""
         self._layers = (_LayerArgs * len(layers))(
             *(_layer_args(layer, kv_layer) for layer, kv_layer in zip(layers, kv_layers, strict=True))
         )
+        # The arguments are bare addresses into these.
+        self._kept = (layers, norm, kv_layers)
+        self._angles: Sequence[tuple[Tensor, Tensor]] = ()
         _, _, num_kv_heads, block_size, head_dim = kv_layers[0].shape
-        self._hidden_size = layers[0].qkv.in_features
         self._args = _StackArgs(
-            self._layers,
-            len(layers),
-            self._hidden_size,
-            layers[0].down.in_features,
-            kv_layers[0].stride(0),
-            layers[0].out.in_features // head_dim,
-            num_kv_heads,
-            head_dim,
-            0,  # rotary_dim: with the step
-            block_size,
-            0,  # type: with the step
-            TYPES[kv_layers[0].dtype],
-            GATES[gate],
-            eps,
+            layers=self._layers,
+            num_layers=len(layers),
+            norm=norm.data_ptr(),
+            hidden_size=layers[0].qkv.in_features,
+            intermediate_size=layers[0].down.in_features,
+            block_stride=kv_layers[0].stride(0),
+            num_heads=layers[0].out.in_features // head_dim,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            block_size=block_size,
+            type=TYPES[dtype],
+            kv_type=TYPES[kv_layers[0].dtype],
+            gate=GATES[gate],
+            eps=eps,
         )
         self._run = native.function("stack", (ctypes.c_void_p, ctypes.c_void_p))
+        self.num_positions = 0
+
+    def set_angles(self, angles: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Before the first step, and whenever a position may reach ``num_positions``. angles: cos and sin per rotary,
+        each ``[num_positions, rotary_dim / 2]`` contiguous float32, one line for each position."""
+        self._angles = angles
+        self.num_positions, half = angles[0][0].shape
+        for rotary, (cos, sin) in enumerate(angles):
+            self._args.cos[rotary], self._args.sin[rotary] = cos.data_ptr(), sin.data_ptr()
+        self._args.rotary_dim = 2 * half
 
     def run(
         self,
         hidden: Tensor,
-        angles: Sequence[tuple[Tensor, Tensor]],
+        positions: Tensor,
         slot_mapping: Tensor,
         query_start_loc: Tensor,
         seq_lens: Tensor,
         block_table: Tensor,
-    ) -> tuple[Tensor, Tensor]:
+        indices: Tensor,
+    ) -> Tensor:
         """One step of all layers; the step's keys and values are written to the caches.
 
-        hidden ``[num_tokens, hidden_size]`` contiguous: the embeddings, used up. angles: cos and sin per rotary, each
-        ``[num_tokens, ..., rotary_dim / 2]`` contiguous float32. The others as NativeKernels.attention and rope_kv take
-        them. Returns (the last block's output, the residual stream that it is not yet added to).
+        hidden ``[num_tokens, hidden_size]`` contiguous: the embeddings, used up. positions ``[num_tokens]`` and indices
+        ``[n]`` contiguous int64. The others as NativeKernels.attention and rope_kv take them. Returns ``[n,
+        hidden_size]``: the last norm of the tokens ``indices``.
         """
-        out = torch.empty_like(hidden)
-        args = self._args
-        args.type = TYPES[hidden.dtype]
-        args.rotary_dim = 2 * angles[0][0].shape[-1]
-        pointers = ctypes.c_void_p * MAX_ROTARIES
+        num_tokens, hidden_size = hidden.shape
+        out = torch.empty((indices.shape[0], hidden_size), dtype=hidden.dtype)
         step = _StepArgs(
             hidden.data_ptr(),
             out.data_ptr(),
-            pointers(*(cos.data_ptr() for cos, _ in angles)),
-            pointers(*(sin.data_ptr() for _, sin in angles)),
+            positions.data_ptr(),
+            indices.data_ptr(),
             slot_mapping.data_ptr(),
             query_start_loc.data_ptr(),
             seq_lens.data_ptr(),
             block_table.data_ptr(),
             block_table.shape[1],
             seq_lens.shape[0],
-            hidden.shape[0],
+            num_tokens,
+            out.shape[0],
         )
-        self._run(ctypes.addressof(args), ctypes.addressof(step))
-        return out, hidden
+        self._run(ctypes.byref(self._args), ctypes.byref(step))
+        return out
 
 
 def stack_seconds(native: NativeKernels) -> dict[str, float]:

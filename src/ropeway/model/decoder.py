@@ -274,13 +274,15 @@ class Decoder(nn.Module):
         x = self.embedding(input_ids)
         if self.embedding_scale is not None:
             x = x * self.embedding_scale
-        angle_type = torch.float32 if hasattr(backend, "forward_fused") else self.dtype
-        angles = [rotary.angles(positions, angle_type) for rotary in self.rotaries]
         stack = self._native_stack(kv_layers, backend)
         if stack is not None:
-            x, residual = stack.run(x, angles, meta.slot_mapping, meta.query_start_loc, meta.seq_lens, meta.block_table)
-        else:
-            x, residual = self._run_layers(x, angles, kv_layers, backend, meta)
+            if meta.max_seq_len > stack.num_positions:
+                # Twice as many as needed now, so that this is rare however long a sequence becomes.
+                stack.set_angles([rotary.table(2 * meta.max_seq_len) for rotary in self.rotaries])
+            return stack.run(
+                x, positions, meta.slot_mapping, meta.query_start_loc, meta.seq_lens, meta.block_table, indices
+            )
+        x, residual = self._run_layers(x, positions, kv_layers, backend, meta)
         x, _ = self.norm.add(x[indices], residual[indices])
         return x
 
@@ -294,11 +296,13 @@ class Decoder(nn.Module):
     def _run_layers(
         self,
         x: Tensor,
-        angles: list[tuple[Tensor, Tensor]],
+        positions: Tensor,
         kv_layers: list[Tensor],
         backend: AttentionBackend,
         meta: AttentionMetadata,
     ) -> tuple[Tensor, Tensor]:
+        angle_type = torch.float32 if hasattr(backend, "forward_fused") else self.dtype
+        angles = [rotary.angles(positions, angle_type) for rotary in self.rotaries]
         residual: Tensor | None = None
         for layer, rotary, kv_layer in zip(self.layers, self.rotary_of_layer, kv_layers, strict=True):
             x, residual = layer(x, residual, angles[rotary], kv_layer, backend, meta)
@@ -306,8 +310,8 @@ class Decoder(nn.Module):
         return x, residual
 
     def _native_stack(self, kv_layers: list[Tensor], backend: AttentionBackend) -> LayerStack | None:
-        """All layers as one native call, where every part of them is native: the same kernels in the same order as
-        `_run_layers`, without Python between them."""
+        """All layers and the last norm as one native call, where every part of them is native: the same kernels in the
+        same order as `_run_layers`, without Python between them."""
         if not self._stackable or not isinstance(backend, CpuAttention):
             return None
         address = kv_layers[0].data_ptr()
@@ -323,6 +327,14 @@ class Decoder(nn.Module):
                 return None
             config = self.config
             assert self.native is not None
-            stack = LayerStack(self.native, layers, kv_layers, gate=config.activation, eps=config.rms_norm_eps)
+            stack = LayerStack(
+                self.native,
+                layers,
+                self.norm.weight,
+                kv_layers,
+                gate=config.activation,
+                eps=config.rms_norm_eps,
+                dtype=self.dtype,
+            )
             self._stack = address, stack
         return self._stack[1]

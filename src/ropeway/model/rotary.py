@@ -3,9 +3,9 @@
 Owns: RopeSpec, its parsing, the frequencies and the rotation. Must not know: layers, batches, the KV cache.
 Called by: model.registry (parse_rope), model.decoder (Rotary, rotate).
 
-Angles are computed for the step's positions and not looked up: that is a few microseconds per step for all layers, has
-no longest position and costs no memory. So a frequency may depend on the position alone, never on how long a sequence
-will become; the two kinds that want that (dynamic, longrope) are bounded by `RopeSpec.max_positions`.
+Angles are computed for a step's positions (`Rotary.angles`), or once for all positions so far (`Rotary.table`) where a
+native kernel looks them up. So a frequency may depend on the position alone, never on how long a sequence will become;
+the two kinds that want that (dynamic, longrope) are bounded by `RopeSpec.max_positions`.
 """
 
 from __future__ import annotations
@@ -191,6 +191,11 @@ class Rotary:
         if self.spec.attention_factor != 1.0:
             cos, sin = cos * self.spec.attention_factor, sin * self.spec.attention_factor
         return cos.to(dtype), sin.to(dtype)
+
+    def table(self, num_positions: int) -> tuple[Tensor, Tensor]:
+        """cos and sin of the positions below ``num_positions``, each ``[num_positions, rotary_dim / 2]`` float32."""
+        cos, sin = self.angles(torch.arange(num_positions, device=self.frequencies.device), torch.float32)
+        return cos.squeeze(1), sin.squeeze(1)
 
 
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

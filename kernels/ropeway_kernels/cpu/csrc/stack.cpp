@@ -1,11 +1,13 @@
 // All layers of a decoder in one call. From Python a layer is nine calls and as many tensors, which at one row takes a
 // third of the time of a small model's step.
 //
-// Owns: the order of a layer's kernels, the buffers between them. Must not know: how a kernel works, embeddings, logits.
+// Owns: the order of a step's kernels from the embeddings to the last norm, the buffers between them. Must not know: how a
+// kernel works, embeddings, logits.
 // Called by: ../stack.py through ctypes. The same layer in Python is ropeway.model.decoder.DecoderLayer.
 
 #include <algorithm>
 #include <chrono>
+#include <cstring>
 
 #include "dispatch.h"
 #include "threads.h"
@@ -14,7 +16,8 @@ namespace ropeway {
 namespace {
 
 struct Buffers {
-    Scratch normed, qkv, attended, gate_up, gated;
+    Scratch normed, qkv, attended, gate_up, gated, out, wanted_out, wanted_residual;
+    Scratch cos[kMaxRotaries], sin[kMaxRotaries];
 };
 
 // Seconds spent so far by kind of kernel: a few clock readings per layer, and a profile is there whenever it is asked for.
@@ -28,8 +31,16 @@ void timed(Kind kind, const Call& call) {
     spent[kind] += std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
 }
 
-void* grow(Scratch& scratch, int64_t elements, Type type) {
-    return scratch.get<char>(elements * (type == Type::kF32 ? 4 : 2));
+int64_t size_of(Type type) { return type == Type::kF32 ? 4 : 2; }
+
+void* grow(Scratch& scratch, int64_t elements, Type type) { return scratch.get<char>(elements * size_of(type)); }
+
+// Lines `ids` of a table, one after the other.
+void* take(const void* table, const int64_t* ids, int64_t count, int64_t line_bytes, Scratch& scratch) {
+    char* lines = scratch.get<char>(count * line_bytes);
+    for (int64_t i = 0; i < count; ++i)
+        std::memcpy(lines + i * line_bytes, static_cast<const char*>(table) + ids[i] * line_bytes, line_bytes);
+    return lines;
 }
 
 }  // namespace
@@ -47,7 +58,13 @@ EXPORT void ropeway_stack(const Stack* stack, const StackStep* step) {
     void* const attended = grow(buffers.attended, rows * heads, type);
     void* const gate_up = grow(buffers.gate_up, rows * 2 * inner, type);
     void* const gated = grow(buffers.gated, rows * inner, type);
-    void* const out = step->out;
+    void* const out = grow(buffers.out, rows * hidden, type);
+    const int64_t angle_bytes = s.rotary_dim / 2 * static_cast<int64_t>(sizeof(float));
+    const float *cos[kMaxRotaries], *sin[kMaxRotaries];  // [num_tokens, rotary_dim / 2]
+    for (int r = 0; r < kMaxRotaries && s.cos[r] != nullptr; ++r) {
+        cos[r] = static_cast<float*>(take(s.cos[r], step->positions, rows, angle_bytes, buffers.cos[r]));
+        sin[r] = static_cast<float*>(take(s.sin[r], step->positions, rows, angle_bytes, buffers.sin[r]));
+    }
 
     const auto linear = [&](const Linear& w, const void* x, void* y) {
         timed(kLinear, [&] { plain.linear(w, x, type, rows, w.in_features, y, type, w.out_features); });
@@ -62,12 +79,12 @@ EXPORT void ropeway_stack(const Stack* stack, const StackStep* step) {
     for (int64_t i = 0; i < s.num_layers; ++i) {
         const Layer& layer = s.layers[i];
         if (i == 0)
-            norm(step->residual, nullptr, layer.attention_norm, normed);
+            norm(step->hidden, nullptr, layer.attention_norm, normed);
         else
-            norm(out, step->residual, layer.attention_norm, normed);
+            norm(out, step->hidden, layer.attention_norm, normed);
         linear(layer.qkv, normed, qkv);
         timed(kRopeKv, [&] {
-            by_head.rope_kv({qkv, layer.kv, step->cos[layer.rotary], step->sin[layer.rotary], layer.q_norm, layer.k_norm,
+            by_head.rope_kv({qkv, layer.kv, cos[layer.rotary], sin[layer.rotary], layer.q_norm, layer.k_norm,
                              step->slot_mapping, rows, s.block_stride, s.num_heads, s.num_kv_heads, s.head_dim,
                              s.rotary_dim, s.block_size, s.type, s.kv_type, s.eps});
         });
@@ -79,12 +96,18 @@ EXPORT void ropeway_stack(const Stack* stack, const StackStep* step) {
         });
         linear(layer.out, attended, out);
         norm_output(layer.attention_out_norm);
-        norm(out, step->residual, layer.mlp_norm, normed);
+        norm(out, step->hidden, layer.mlp_norm, normed);
         linear(layer.gate_up, normed, gate_up);
         timed(kGate, [&] { plain.gated(gate_up, gated, type, rows, inner, static_cast<Gate>(s.gate)); });
         linear(layer.down, gated, out);
         norm_output(layer.mlp_out_norm);
     }
+    timed(kNorm, [&] {
+        const int64_t count = step->num_indices, line_bytes = hidden * size_of(type);
+        const void* last = take(out, step->indices, count, line_bytes, buffers.wanted_out);
+        void* residual = take(step->hidden, step->indices, count, line_bytes, buffers.wanted_residual);
+        plain.rms_norm(last, residual, s.norm, step->out, type, count, hidden, s.eps);
+    });
 }
 
 EXPORT void ropeway_stack_seconds(double* seconds) { std::copy_n(spent, static_cast<int>(kKinds), seconds); }

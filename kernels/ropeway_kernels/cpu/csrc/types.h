@@ -91,8 +91,13 @@ struct Layer {
     float soft_cap;  // 0: none
 };
 
+constexpr int kMaxRotaries = 2;
+
 struct Stack {
     const Layer* layers;
+    const float* norm;               // after the last layer
+    const float* cos[kMaxRotaries];  // [positions, rotary_dim / 2] for each kind of rotation; null: there is none
+    const float* sin[kMaxRotaries];
     int64_t num_layers;
     int64_t hidden_size;
     int64_t intermediate_size;
@@ -108,14 +113,12 @@ struct Stack {
     float eps;
 };
 
-constexpr int kMaxRotaries = 2;
-
 // One step through a stack. Fields as in Attention and RopeKv.
 struct StackStep {
-    void* residual;  // [num_tokens, hidden_size]: the embeddings; afterwards the sum before the last block's output
-    void* out;       // [num_tokens, hidden_size]: the last block's output
-    const float* cos[kMaxRotaries];
-    const float* sin[kMaxRotaries];
+    void* hidden;              // [num_tokens, hidden_size]: the embeddings; used up
+    void* out;                 // [num_indices, hidden_size]: the last norm of the tokens `indices`
+    const int64_t* positions;  // [num_tokens]
+    const int64_t* indices;    // [num_indices]
     const int64_t* slot_mapping;
     const int32_t* query_start_loc;
     const int32_t* seq_lens;
@@ -123,6 +126,7 @@ struct StackStep {
     int64_t max_blocks;
     int64_t num_reqs;
     int64_t num_tokens;
+    int64_t num_indices;
 };
 
 // The rows of a step that draw a token at a temperature. Logits, best and tokens are those of all rows, line by line.
