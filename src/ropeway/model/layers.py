@@ -303,7 +303,8 @@ class VocabParallelHead(Linear):
 
     def forward(self, x: Tensor, out_dtype: torch.dtype | None = torch.float32) -> Tensor:
         """``[num_rows, hidden_size]`` -> ``[num_rows, vocab_size]``"""
-        return self.group.all_gather(super().forward(x, out_dtype))[:, : self.vocab_size]
+        logits = self.group.all_gather(super().forward(x, out_dtype))
+        return logits if logits.shape[1] == self.vocab_size else logits[:, : self.vocab_size]
 
 
 class RMSNorm(nn.Module):

@@ -50,7 +50,6 @@ class LocalExecutor:
         self._grammars: Grammars | None = None
         self._constraints: Constraints | None = None
         self._runner: ModelRunner | None = None
-        self._runs_ahead = False  # the device does
         # With overlap on a device that does not: steps run here, in the order submitted.
         self._thread: ThreadPoolExecutor | None = None
 
@@ -155,7 +154,6 @@ class LocalExecutor:
             constraints=self._constraints,
             graphs=graphs,
         )
-        self._runs_ahead = device.runs_ahead
         if overlap and not device.runs_ahead:
             self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ropeway-worker")
         with _phase(seconds, "warmup"):
@@ -192,14 +190,12 @@ class LocalExecutor:
         assert self._runner is not None, "start() comes first"
         if self._thread is not None:
             return self._thread.submit(self._runner.execute, plan)
-        done: Future[ModelRunnerOutput] = Future()
         try:
-            if self._runs_ahead:
-                return self._runner.begin(plan)
-            done.set_result(self._runner.execute(plan))
+            return self._runner.begin(plan)
         except Exception as error:
-            done.set_exception(error)
-        return done
+            failed: Future[ModelRunnerOutput] = Future()
+            failed.set_exception(error)
+            return failed
 
     def compile(self, grammar: str, done: Callable[[str], None]) -> None:
         assert self._grammars is not None, "start() comes first"

@@ -176,7 +176,9 @@ def _draw_natively(logits: Tensor, inputs: SamplingInputs, native: NativeKernels
             top_p=inputs.top_p,
             min_p=inputs.min_p,
         )
-    return best, token_ids.masked_fill_(~torch.isfinite(best), 0)
+    if not all(map(math.isfinite, best.tolist())):
+        token_ids.masked_fill_(~torch.isfinite(best), 0)
+    return best, token_ids
 
 
 def _draw_plainly(logits: Tensor, inputs: SamplingInputs) -> tuple[Tensor, Tensor]:
