@@ -406,6 +406,9 @@ struct AttentionKernel {
         for (int64_t position = from; position < to; ++block, offset = 0) {
             const T* keys = kv + table[block] * a.block_stride;
             const T* values = keys + a.num_kv_heads * block_size * head_dim;
+            // Blocks are anywhere: a line of each, a span ahead, brings the translation of its address along.
+            __builtin_prefetch(keys);
+            __builtin_prefetch(values);
             for (; offset < block_size && position < to; offset += kLanes, position += kLanes, ++v) {
                 span.keys[v] = keys + offset * M::kStep;
                 span.values[v] = values + offset * head_dim;
