@@ -1,4 +1,4 @@
-"""The engine process: the step loop, and the two threads that keep the pipe away from it.
+"""The engine process: the step loop, and the two threads that keep a slow pipe away from it.
 
 Owns: the life of one engine, from building its core to its last words. Must not know: HTTP, text, torch (only the
 executor factory brings that in). Called by: engine.process_client, which spawns `run_engine` or runs `serve_core` in a
@@ -17,6 +17,7 @@ import logging
 import os
 import pickle
 import queue
+import select
 import signal
 import sys
 import threading
@@ -36,6 +37,7 @@ logger = logging.getLogger("ropeway.engine")
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 PROCESS_NAME = "ropeway-engine"  # the kernel keeps 15 bytes
 EXIT_FLUSH_SECONDS = 5.0  # how long last words may take to leave through a full pipe
+MAX_DIRECT_BYTES = 4096  # of a message that the step loop writes itself
 PR_SET_NAME = 15
 
 ExecutorFactory = Callable[[], Executor]
@@ -113,10 +115,8 @@ def run_engine(conn: Connection, config: Config, executor_factory: ExecutorFacto
     _name_process()
 
     inbox: Inbox = queue.SimpleQueue()
-    outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(conn, inbox), name="inbox", daemon=True).start()
-    writer = threading.Thread(target=_transmit, args=(conn, outbox), name="outbox", daemon=True)
-    writer.start()
+    outbox = _Outbox(conn)
 
     def send(message: EngineOutput) -> None:
         if isinstance(message, EngineReady):
@@ -124,11 +124,10 @@ def run_engine(conn: Connection, config: Config, executor_factory: ExecutorFacto
             gc.enable()
         # Pickled here and not in the outbox thread, so that the core may go on changing what it sent (10 us for 256
         # rows).
-        outbox.put(pickle.dumps(message, protocol=5))
+        outbox.send(pickle.dumps(message, protocol=5))
 
     clean = serve_core(config, executor_factory, inbox, send)
-    outbox.put(None)
-    writer.join(EXIT_FLUSH_SECONDS)
+    outbox.close(EXIT_FLUSH_SECONDS)
     sys.stdout.flush()
     sys.stderr.flush()
     # The core is closed. The interpreter's own tidying up takes half a second with torch, and may hang on a crashed
@@ -146,13 +145,46 @@ def _receive(conn: Connection, inbox: Inbox) -> None:
         os._exit(1)
 
 
-def _transmit(conn: Connection, outbox: queue.SimpleQueue[bytes | None]) -> None:
-    """Outbox thread: a slow reader fills this queue and never stalls the step loop."""
-    try:
-        while (data := outbox.get()) is not None:
-            conn.send_bytes(data)
-    except OSError:
-        os._exit(1)
+class _Outbox:
+    """What the step loop sends. A slow reader fills a queue, which a thread empties, and never stalls the loop.
+
+    As a rule the pipe is empty. Then a message is written at once: handed to the thread, it would leave only when the
+    next step lets go of the interpreter, and on its way take a core from the model.
+    """
+
+    def __init__(self, conn: Connection) -> None:
+        self._conn = conn
+        self._room = select.poll()
+        self._room.register(conn, select.POLLOUT)
+        self._queue: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._num_queued = 0  # written by the step loop alone
+        self._num_sent = 0  # of those; written by the thread alone
+        self._thread = threading.Thread(target=self._transmit, name="outbox", daemon=True)
+        self._thread.start()
+
+    def send(self, data: bytes) -> None:
+        """From the step loop only. Never blocks."""
+        # A socket with room has it for far more than this.
+        if len(data) <= MAX_DIRECT_BYTES and self._num_queued == self._num_sent and self._room.poll(0):
+            self._write(data)
+        else:
+            self._num_queued += 1
+            self._queue.put(data)
+
+    def close(self, timeout: float) -> None:
+        self._queue.put(None)
+        self._thread.join(timeout)
+
+    def _transmit(self) -> None:
+        while (data := self._queue.get()) is not None:
+            self._write(data)
+            self._num_sent += 1
+
+    def _write(self, data: bytes) -> None:
+        try:
+            self._conn.send_bytes(data)
+        except OSError:
+            os._exit(1)
 
 
 def _poll(inbox: Inbox) -> EngineInput | GrammarReady | None:
