@@ -69,6 +69,8 @@ def test_the_prompt_of_many_choices_is_computed_once(uncached: Server) -> None:
         client.completions.create(
             model=MODEL, prompt=text_of(130, 3), n=8, max_tokens=4, extra_body={"ignore_eos": True}
         )
+    # The page may be a moment old.
+    uncached.wait_metrics(lambda now: now["vllm:iteration_tokens_total_sum"] > before, "the page with these steps")
     computed = uncached.metrics()["vllm:iteration_tokens_total_sum"] - before
     assert 130 <= computed <= 130 + 8 * 4 + 8  # prompt, sampled tokens, and the last prompt token of each choice
 
