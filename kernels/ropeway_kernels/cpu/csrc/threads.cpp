@@ -10,6 +10,7 @@
 
 #include <chrono>
 #include <condition_variable>
+#include <memory>
 #include <mutex>
 #include <thread>
 
@@ -37,9 +38,11 @@ void relax() {
 class Pool {
 public:
     int size() const { return helpers_ + 1; }
+    Share* shares() { return shares_.get(); }
 
     void resize(int count) {
         helpers_ = count > 1 ? count - 1 : 0;
+        shares_.reset(new Share[size()]);
         while (started_ < helpers_) std::thread(&Pool::work, this, started_++).detach();
     }
 
@@ -96,6 +99,7 @@ private:
 
     int helpers_ = 0;
     int started_ = 0;
+    std::unique_ptr<Share[]> shares_{new Share[1]};
     void (*body_)(const void*, int64_t) = nullptr;
     const void* context_ = nullptr;
     int64_t items_ = 0;
@@ -120,6 +124,8 @@ Pool& pool() {
 int num_threads() { return pool().size(); }
 
 void set_num_threads(int count) { pool().resize(count); }
+
+Share* thread_shares() { return pool().shares(); }
 
 void run_on_pool(int64_t items, void (*body)(const void*, int64_t), const void* context) {
     pool().run(items, body, context);

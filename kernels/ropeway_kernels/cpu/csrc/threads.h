@@ -16,8 +16,15 @@
 
 namespace ropeway {
 
+// The part of a range that one thread starts with. Padded, so that two threads' counters share no cache line.
+struct alignas(64) Share {
+    std::atomic<int64_t> next{0};
+    int64_t end = 0;
+};
+
 int num_threads();
 void set_num_threads(int count);
+Share* thread_shares();  // one per thread
 void run_on_pool(int64_t items, void (*body)(const void* context, int64_t item), const void* context);
 
 namespace {
@@ -31,6 +38,25 @@ void parallel_for(int64_t items, const Body& body) {
         return;
     }
     run_on_pool(items, [](const void* context, int64_t item) { (*static_cast<const Body*>(context))(item); }, &body);
+}
+
+// Runs body(begin, end) over pieces of [0, count), `grain` long or shorter. A thread walks its own contiguous share in
+// order, so what it touches next lies right behind; when done, it helps with the shares of others.
+template <class Body>
+void parallel_ranges(int64_t count, int64_t grain, const Body& body) {
+    const int threads = num_threads();
+    Share* const shares = thread_shares();
+    for (int64_t t = 0; t < threads; ++t) {
+        shares[t].next.store(count * t / threads, std::memory_order_relaxed);
+        shares[t].end = count * (t + 1) / threads;
+    }
+    parallel_for(threads, [&](int64_t first) {
+        for (int64_t t = 0; t < threads; ++t) {
+            Share& share = shares[(first + t) % threads];
+            for (int64_t begin; (begin = share.next.fetch_add(grain, std::memory_order_relaxed)) < share.end;)
+                body(begin, begin + grain < share.end ? begin + grain : share.end);
+        }
+    });
 }
 
 // A buffer that only grows. One per purpose and thread, so that steady state allocates nothing.
