@@ -144,7 +144,7 @@ struct LinearKernel {
         int64_t group = std::max<int64_t>(1, kItemBytes / panel_bytes);
         group = std::min(group, std::max<int64_t>(1, num_panels * row_blocks / (4 * num_threads())));
         group = (group + panels_for(rows) - 1) / panels_for(rows) * panels_for(rows);
-        parallel_ranges(num_panels * row_blocks, group, [&](int64_t begin, int64_t end) {
+        parallel_shares(num_panels * row_blocks, group, [&](int64_t begin, int64_t end) {
             while (begin < end) {
                 const int64_t b = begin / num_panels, panel = begin % num_panels;
                 const int64_t stop = std::min(num_panels, panel + end - begin);

@@ -16,7 +16,7 @@ namespace ropeway {
 namespace {
 
 struct Buffers {
-    Scratch normed, qkv, attended, gate_up, gated, out, wanted_out, wanted_residual;
+    Scratch normed, qkv, attended, gate_up, gated, out, wanted_attended, wanted_residual;
     Scratch cos[kMaxRotaries], sin[kMaxRotaries];
 };
 
@@ -49,16 +49,19 @@ EXPORT void ropeway_stack(const Stack* stack, const StackStep* step) {
     static Buffers buffers;
     const Stack& s = *stack;
     const Type type = static_cast<Type>(s.type);
-    const int64_t rows = step->num_tokens, hidden = s.hidden_size, inner = s.intermediate_size;
+    const int64_t hidden = s.hidden_size, inner = s.intermediate_size;
+    const int64_t most = std::max(step->num_tokens, step->num_indices);  // a token may be wanted twice
+    int64_t rows = step->num_tokens;
     const int64_t heads = s.num_heads * s.head_dim, all_heads = (s.num_heads + 2 * s.num_kv_heads) * s.head_dim;
     const Kernels& plain = widest();
     const Kernels& by_head = fitting(s.head_dim, s.block_size);
-    void* const normed = grow(buffers.normed, rows * hidden, type);
-    void* const qkv = grow(buffers.qkv, rows * all_heads, type);
-    void* const attended = grow(buffers.attended, rows * heads, type);
-    void* const gate_up = grow(buffers.gate_up, rows * 2 * inner, type);
-    void* const gated = grow(buffers.gated, rows * inner, type);
-    void* const out = grow(buffers.out, rows * hidden, type);
+    void* const normed = grow(buffers.normed, most * hidden, type);
+    void* const qkv = grow(buffers.qkv, most * all_heads, type);
+    void* attended = grow(buffers.attended, most * heads, type);
+    void* const gate_up = grow(buffers.gate_up, most * 2 * inner, type);
+    void* const gated = grow(buffers.gated, most * inner, type);
+    void* const out = grow(buffers.out, most * hidden, type);
+    void* residual = step->hidden;
     const int64_t angle_bytes = s.rotary_dim / 2 * static_cast<int64_t>(sizeof(float));
     const float *cos[kMaxRotaries], *sin[kMaxRotaries];  // [num_tokens, rotary_dim / 2]
     for (int r = 0; r < kMaxRotaries && s.cos[r] != nullptr; ++r) {
@@ -79,9 +82,9 @@ EXPORT void ropeway_stack(const Stack* stack, const StackStep* step) {
     for (int64_t i = 0; i < s.num_layers; ++i) {
         const Layer& layer = s.layers[i];
         if (i == 0)
-            norm(step->hidden, nullptr, layer.attention_norm, normed);
+            norm(residual, nullptr, layer.attention_norm, normed);
         else
-            norm(out, step->hidden, layer.attention_norm, normed);
+            norm(out, residual, layer.attention_norm, normed);
         linear(layer.qkv, normed, qkv);
         timed(kRopeKv, [&] {
             by_head.rope_kv({qkv, layer.kv, cos[layer.rotary], sin[layer.rotary], layer.q_norm, layer.k_norm,
@@ -94,20 +97,21 @@ EXPORT void ropeway_stack(const Stack* stack, const StackStep* step) {
                                s.head_dim, s.block_size, s.type, s.kv_type, layer.sliding_window, layer.scale,
                                layer.soft_cap});
         });
+        if (i == s.num_layers - 1) {  // all keys and values are written: from here on only the wanted tokens matter
+            rows = step->num_indices;
+            if (rows == 0) return;
+            attended = take(attended, step->indices, rows, heads * size_of(type), buffers.wanted_attended);
+            residual = take(residual, step->indices, rows, hidden * size_of(type), buffers.wanted_residual);
+        }
         linear(layer.out, attended, out);
         norm_output(layer.attention_out_norm);
-        norm(out, step->hidden, layer.mlp_norm, normed);
+        norm(out, residual, layer.mlp_norm, normed);
         linear(layer.gate_up, normed, gate_up);
         timed(kGate, [&] { plain.gated(gate_up, gated, type, rows, inner, static_cast<Gate>(s.gate)); });
         linear(layer.down, gated, out);
         norm_output(layer.mlp_out_norm);
     }
-    timed(kNorm, [&] {
-        const int64_t count = step->num_indices, line_bytes = hidden * size_of(type);
-        const void* last = take(out, step->indices, count, line_bytes, buffers.wanted_out);
-        void* residual = take(step->hidden, step->indices, count, line_bytes, buffers.wanted_residual);
-        plain.rms_norm(last, residual, s.norm, step->out, type, count, hidden, s.eps);
-    });
+    norm(out, residual, s.norm, step->out);
 }
 
 EXPORT void ropeway_stack_seconds(double* seconds) { std::copy_n(spent, static_cast<int>(kKinds), seconds); }

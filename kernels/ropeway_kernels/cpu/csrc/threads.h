@@ -43,7 +43,7 @@ void parallel_for(int64_t items, const Body& body) {
 // Runs body(begin, end) over pieces of [0, count), `grain` long or shorter. A thread walks its own contiguous share in
 // order, so what it touches next lies right behind; when done, it helps with the shares of others.
 template <class Body>
-void parallel_ranges(int64_t count, int64_t grain, const Body& body) {
+void parallel_shares(int64_t count, int64_t grain, const Body& body) {
     const int threads = num_threads();
     Share* const shares = thread_shares();
     for (int64_t t = 0; t < threads; ++t) {
