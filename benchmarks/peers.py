@@ -58,6 +58,7 @@ def main() -> None:
         for system in systems:  # one start fills the caches of compiled code and packed weights, for these very options
             try:
                 _say(f"{system.name}: first start took {system.start():.1f} s")
+                system.settle()
             except PeerError as error:
                 skipped[system.name] = str(error)
             finally:

@@ -29,6 +29,7 @@ READY_PROMPT = list(range(100, 116))
 READY_SECONDS = 900.0  # a first start may compile for minutes
 LEVEL_SECONDS = 900.0
 STOP_SECONDS = 15.0
+SETTLE_SECONDS = 120.0  # a large model's packed weights take a minute to write
 NAMES = ("ropeway", "vllm", "llama.cpp", "openvino", "transformers")
 
 
@@ -96,6 +97,18 @@ class System:
                 start_new_session=True,
             )
         return self._first_token(began) - began
+
+    def settle(self) -> None:
+        """Waits until the processes have nothing more to do, such as to write what makes the next start fast; at most
+        SETTLE_SECONDS, as some never rest."""
+        assert self._process is not None
+        spent = -1.0
+        for _ in range(int(SETTLE_SECONDS / 5)):
+            now = sum(map(_cpu_seconds, _session_members(self._process.pid)))
+            if 0 <= now - spent < 0.1:
+                return
+            spent = now
+            time.sleep(5)
 
     def level(self, prompts: Sequence[Sequence[int]], output_tokens: int, concurrency: int) -> list[Timing]:
         """All prompts from `concurrency` closed-loop clients. Raises PeerError."""
@@ -253,6 +266,14 @@ def _session_members(session: int) -> list[int]:
             if int(fields[3]) == session:
                 members.append(int(entry.name))
     return members
+
+
+def _cpu_seconds(pid: int) -> float:
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0  # it has just ended
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 # --- the settings ---------------------------------------------------------------------------------------------------

@@ -21,6 +21,8 @@ import psutil
 import tokenizers
 from prometheus_client.parser import text_string_to_metric_families
 
+from ropeway.hub import home
+
 DEADLINE = 60.0
 MODEL = "tiny"
 # Greedy, and never the end of sequence: as many tokens as are asked for.
@@ -88,8 +90,10 @@ class Server:
         self.out, self.err = logs / "out.txt", logs / "err.txt"
         self.url = url
         environ = {name: value for name, value in os.environ.items() if not name.startswith("ROPEWAY_")}
-        if home := os.environ.get("ROPEWAY_HOME"):
-            environ["ROPEWAY_HOME"] = home
+        folders = [Path(argument).resolve() for argument in arguments if Path(argument).is_dir()]
+        own = any(not folder.is_relative_to(home().resolve()) for folder in folders)
+        # What a test's own model leaves there would push the user's packed weights out.
+        environ["ROPEWAY_HOME"] = str(logs / "home" if own else home())
         with self.out.open("wb") as out, self.err.open("wb") as err:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "ropeway", "serve", *arguments], stdout=out, stderr=err, env=environ

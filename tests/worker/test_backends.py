@@ -49,15 +49,6 @@ def test_auto_on_a_cpu() -> None:
     assert choose("torch", device) == "torch"
 
 
-def test_the_log_says_which_kernels_a_cpu_runs_on(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO):
-        native = CpuDevice().native
-    if native is None:
-        assert "No native CPU kernels" in caplog.text
-    else:
-        assert f"kernels for {native.isa}; int8 dot products: {', '.join(native.features) or 'none'}" in caplog.text
-
-
 @pytest.mark.skipif(not has_triton, reason="needs triton")
 def test_auto_on_a_gpu_is_triton_if_it_can(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):

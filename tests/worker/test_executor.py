@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import pickle
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from fake_device import FakeDevice, without_packing
 from ropeway.config import CacheConfig, Config, DeviceConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from ropeway.errors import ConfigError
 from ropeway.worker.executor import LocalExecutor
+from ropeway_kernels import cpu
 from static_attention import StaticAttention
 
 
@@ -53,6 +55,16 @@ def test_start_reports_what_it_found(folder):
     assert capacity.overlap is False
     assert set(capacity.startup_seconds) == {"import", "load", "kv", "warmup"}
     assert all(seconds >= 0 for seconds in capacity.startup_seconds.values())
+
+
+def test_the_log_says_which_kernels_a_cpu_runs_on(folder, caplog):
+    with caplog.at_level(logging.INFO):
+        make(folder).start()
+    native = cpu.load()
+    if native is None:
+        assert "No native CPU kernels" in caplog.text
+    else:
+        assert f"kernels for {native.isa}; int8 dot products: {', '.join(native.features) or 'none'}" in caplog.text
 
 
 def test_overlap_gives_the_same_tokens(folder):

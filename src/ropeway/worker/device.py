@@ -116,9 +116,6 @@ class CpuDevice:
             raise ConfigError(str(error)) from error
         if self.native is None:
             logger.warning("No native CPU kernels (%s): the model runs on torch, slower.", cpu_kernels.why_not())
-        else:
-            features = ", ".join(self.native.features) or "none"
-            logger.info("native CPU kernels for %s; int8 dot products: %s", self.native.isa, features)
 
     def prepare(self, num_threads: int) -> None:
         num_threads = num_threads or usable_cores()

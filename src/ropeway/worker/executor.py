@@ -182,6 +182,9 @@ class LocalExecutor:
             block_size,
             ", ".join(f"{name} {value:.2f} s" for name, value in seconds.items()),
         )
+        if device.native is not None:
+            features = ", ".join(device.native.features) or "none"
+            logger.info("native CPU kernels for %s; int8 dot products: %s", device.native.isa, features)
         return capacity
 
     def submit(self, plan: SchedulerOutput) -> Handle:

@@ -37,7 +37,6 @@ bool supported(const Kernels* set) {
     return true;  // NEON is part of every aarch64; scalar code runs anywhere
 }
 
-size_t size_of(int32_t type) { return static_cast<Type>(type) == Type::kF32 ? 4 : 2; }
 int64_t step_of(int32_t type) { return static_cast<Type>(type) == Type::kBf16 ? 2 : 1; }
 
 template <class T>
@@ -109,7 +108,7 @@ EXPORT void ropeway_set_num_threads(int32_t count) { set_num_threads(count); }
 
 // weight: [out_features, in_features], rows `stride` elements apart; to.packed receives it.
 EXPORT void ropeway_pack(const void* weight, int64_t stride, const Linear* to) {
-    if (size_of(to->type) == 4)
+    if (static_cast<Type>(to->type) == Type::kF32)
         pack(static_cast<const float*>(weight), stride, *to);
     else
         pack(static_cast<const bf16*>(weight), stride, *to);
@@ -119,7 +118,7 @@ EXPORT void ropeway_pack(const void* weight, int64_t stride, const Linear* to) {
 EXPORT void ropeway_unpack_rows(const Linear* from, const int64_t* ids, int64_t count, void* rows) {
     parallel_for((count + 15) / 16, [&](int64_t chunk) {
         for (int64_t i = chunk * 16; i < std::min(count, chunk * 16 + 16); ++i) {
-            if (size_of(from->type) == 4)
+            if (static_cast<Type>(from->type) == Type::kF32)
                 unpack_row(*from, ids[i], static_cast<float*>(rows) + i * from->in_features);
             else
                 unpack_row(*from, ids[i], static_cast<bf16*>(rows) + i * from->in_features);

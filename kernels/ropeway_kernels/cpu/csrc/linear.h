@@ -1,7 +1,7 @@
 // y = x w' + bias over packed weights.
 //
-// Owns: which way a linear is computed, and blocking of the three loops where weights can be multiplied as they lie.
-// Must not know: models, threads' number. Called by: the dispatch table of each instruction set.
+// Owns: blocking of the three loops, and which panels a thread takes. Must not know: models, threads' number.
+// Called by: the dispatch table of each instruction set.
 //
 // Rows are cut into blocks whose activations stay in the second-level cache, K into blocks so that a strip of weights
 // does too; the sums wait in memory between two K blocks and go on in the same order. Few rows take several panels at a
@@ -103,7 +103,7 @@ struct LinearKernel {
             for (int64_t panel = panel0; panel < panel1;) {
                 const int take = width <= panel1 - panel ? width : 1;
                 for (int64_t t = 0; t < tiles; ++t) {
-                    // Tiles of as equal height as can be, see linear_wide.h.
+                    // Tiles of as equal height as can be: 32 rows are 6 6 5 5 5 5, not 6 6 6 6 6 2.
                     const int64_t begin = row0 + (row1 - row0) * t / tiles, end = row0 + (row1 - row0) * (t + 1) / tiles;
                     float* sums = partial == nullptr ? nullptr
                                                      : partial + ((panel - panel0) * tiles + t * take) * M::kRows * kPanel;

@@ -1,7 +1,7 @@
 // What goes into a linear and what comes out: activations and results of any element type.
 //
 // Owns: conversion at the edges, the bias, the outputs past the last one. Must not know: blocking.
-// Called by: linear.h, linear_wide.h.
+// Called by: linear.h.
 #pragma once
 
 #include <algorithm>
@@ -21,8 +21,6 @@ struct LinearJob {
     Type y_type;
     int64_t y_stride;
 };
-
-inline int64_t size_of(Type type) { return type == Type::kF32 ? 4 : 2; }
 
 template <class V>
 typename V::F load_as(const void* x, Type type, int64_t offset) {

@@ -31,8 +31,6 @@ void timed(Kind kind, const Call& call) {
     spent[kind] += std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
 }
 
-int64_t size_of(Type type) { return type == Type::kF32 ? 4 : 2; }
-
 void* grow(Scratch& scratch, int64_t elements, Type type) { return scratch.get<char>(elements * size_of(type)); }
 
 // Lines `ids` of a table, one after the other.

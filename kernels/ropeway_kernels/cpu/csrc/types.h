@@ -18,6 +18,8 @@ struct f16 {
 
 enum class Type : int32_t { kF32 = 0, kBf16 = 1, kF16 = 2 };
 
+inline int64_t size_of(Type type) { return type == Type::kF32 ? 4 : 2; }
+
 // Weights [N, K] as the kernels read them: panels of `panel` consecutive outputs, each panel K-major,
 //   [ceil(N / panel)][K / step][panel][step]
 // where `step` is 2 for bf16 (a pair along K shares 32 bits) and 1 for the others. Outputs past N are zeros.
