@@ -43,13 +43,14 @@ struct AttentionKernel {
     using A = typename M::A;
     static constexpr int64_t kLanes = V::kLanes;
     // Register tiles are an even number of vectors wide, as a span and most heads are, or a narrow rest would be left,
-    // and an even number of rows high, as of five GCC keeps one sum in memory. Few rows take more vectors, so that
+    // and an even number of rows high, four being faster than five. Few rows take more vectors, so that
     // enough chains of multiply-adds run side by side, as long as the sums find registers.
+    static constexpr int kSums = (M::kPaired ? V::kPairQueryRows : V::kTileRows) * V::kPanelVectors;
     static constexpr int kWidth = V::kPanelVectors + V::kPanelVectors % 2;
-    static constexpr int kHeight = M::kRows * V::kPanelVectors / kWidth / 2 * 2;
+    static constexpr int kHeight = kSums / kWidth / 2 * 2;
     static constexpr int width(int rows) {
         int vectors = kWidth;
-        while (rows * vectors < 8 && 2 * rows * vectors <= M::kRows * V::kPanelVectors) vectors *= 2;
+        while (rows * vectors < 8 && 2 * rows * vectors <= kSums) vectors *= 2;
         return vectors;
     }
     static constexpr int64_t kChunkVectors = std::max<int64_t>(kChunk / kLanes, kWidth);

@@ -81,14 +81,14 @@ ROPEWAY_INLINE void tile(const typename Mac<V, T>::A* a, int64_t lda, const T* c
                     unroll<kRows>([&](auto m) ROPEWAY_LAMBDA { x[m] = V::set(a[m * lda + i + s]); });
                     unroll<kColumns>([&](auto j) ROPEWAY_LAMBDA {
                         const F w = weight(j);
-                        unroll<kRows>([&](auto m) ROPEWAY_LAMBDA { acc[m][j] = V::fma(x[m], w, acc[m][j]); });
+                        unroll<kRows>([&](auto m) ROPEWAY_LAMBDA { V::accumulate(acc[m][j], x[m], w); });
                     });
                 } else {
                     F weights[kColumns];
                     unroll<kColumns>([&](auto j) ROPEWAY_LAMBDA { weights[j] = weight(j); });
                     unroll<kRows>([&](auto m) ROPEWAY_LAMBDA {
                         const F x = V::set(a[m * lda + i + s]);
-                        unroll<kColumns>([&](auto j) ROPEWAY_LAMBDA { acc[m][j] = V::fma(x, weights[j], acc[m][j]); });
+                        unroll<kColumns>([&](auto j) ROPEWAY_LAMBDA { V::accumulate(acc[m][j], x, weights[j]); });
                     });
                 }
             });

@@ -4,11 +4,13 @@
 //   kPanelVectors           vectors in a panel of packed weights, the width of the register tile
 //   kTileRows               rows of the tallest register tile
 //   kPairTileRows           the same for bf16 weights
+//   kPairQueryRows          the same for bf16 keys and values, by panels' width
 //   kDotBf16                there are Pair and dot, and activations for bf16 weights are bf16 too
 //
 //   zero() set(x) iota()    0, x, and 0 1 2 ... in each lane
 //   add sub mul div (a, b)
 //   fma(a, b, c)            a * b + c, rounded once if the processor can do that
+//   accumulate(sum, a, b)   sum = fma(a, b, sum)
 //   max(a, b) min(a, b)     a > b ? a : b and a < b ? a : b, so b where either is NaN
 //   round(a)                nearest whole number, ties to even, of |a| < 2^22
 //   pow2(n)                 2^n for whole n in [-126, 127], 0 for -127, infinity for 128

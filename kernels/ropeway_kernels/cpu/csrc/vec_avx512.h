@@ -24,6 +24,7 @@ struct Avx512 {
     static constexpr int kPanelVectors = 3;
     static constexpr int kTileRows = 8;
     static constexpr int kPairTileRows = 8;
+    static constexpr int kPairQueryRows = 8;
     static constexpr bool kDotBf16 = false;
 
     static F zero() { return _mm512_setzero_ps(); }
@@ -35,6 +36,7 @@ struct Avx512 {
     static F max(F a, F b) { return _mm512_max_ps(a, b); }
     static F min(F a, F b) { return _mm512_min_ps(a, b); }
     static F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
+    static void accumulate(F& sum, F a, F b) { sum = fma(a, b, sum); }
     static F round(F a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
     static F pow2(F n) {
         const __m512i biased = _mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127));

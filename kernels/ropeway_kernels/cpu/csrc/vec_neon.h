@@ -18,6 +18,7 @@ struct Neon {
     static constexpr int kPanelVectors = 3;
     static constexpr int kTileRows = 7;
     static constexpr int kPairTileRows = 5;
+    static constexpr int kPairQueryRows = 5;
     static constexpr bool kDotBf16 = false;
 
     static F zero() { return vdupq_n_f32(0.0f); }
@@ -30,6 +31,7 @@ struct Neon {
     static F max(F a, F b) { return vbslq_f32(vcgtq_f32(a, b), a, b); }
     static F min(F a, F b) { return vbslq_f32(vcltq_f32(a, b), a, b); }
     static F fma(F a, F b, F c) { return vfmaq_f32(c, a, b); }
+    static void accumulate(F& sum, F a, F b) { sum = fma(a, b, sum); }
     static F round(F a) { return vrndnq_f32(a); }
     static F pow2(F n) {
         const int32x4_t biased = vaddq_s32(vcvtnq_s32_f32(n), vdupq_n_s32(127));

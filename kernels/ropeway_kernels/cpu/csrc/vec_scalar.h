@@ -18,6 +18,7 @@ struct Scalar {
     static constexpr int kPanelVectors = 2;
     static constexpr int kTileRows = 4;
     static constexpr int kPairTileRows = 4;
+    static constexpr int kPairQueryRows = 4;
     static constexpr bool kDotBf16 = false;
 
     static F zero() { return F{}; }
@@ -30,6 +31,7 @@ struct Scalar {
     static F min(F a, F b) { return a < b ? a : b; }
     // Two roundings: one rounding in software is fifty times slower.
     static F fma(F a, F b, F c) { return a * b + c; }
+    static void accumulate(F& sum, F a, F b) { sum = fma(a, b, sum); }
     static F round(F a) { return (a + kRounding) - kRounding; }
     static F pow2(F n) { return floats((__builtin_convertvector(n, I) + 127) << 23); }
     static F sign_of(F magnitude, F sign) {
