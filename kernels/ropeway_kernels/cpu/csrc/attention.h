@@ -43,8 +43,8 @@ struct AttentionKernel {
     using A = typename M::A;
     static constexpr int64_t kLanes = V::kLanes;
     // Register tiles are an even number of vectors wide, as a span and most heads are, or a narrow rest would be left,
-    // and an even number of rows high, four being faster than five. Few rows take more vectors, so that
-    // enough chains of multiply-adds run side by side, as long as the sums find registers.
+    // and an even number of rows high, four being faster than five. Few rows take more vectors, so that enough chains of
+    // multiply-adds run side by side, as long as the sums find registers.
     static constexpr int kSums = (M::kPaired ? V::kPairQueryRows : V::kTileRows) * V::kPanelVectors;
     static constexpr int kWidth = V::kPanelVectors + V::kPanelVectors % 2;
     static constexpr int kHeight = kSums / kWidth / 2 * 2;

@@ -36,7 +36,8 @@ struct LinearKernel {
         int shift = 0;
     };
 
-    // One tile of some panels, k0 <= k < k1. Sums come from and go to `partial` unless this is the first or last block of K.
+    // One tile of some panels, k0 <= k < k1. Sums come from `partial` unless this is the first block of K, and go there
+    // unless it is the last.
     struct Part {
         int64_t row, panel;
         int64_t k0, k1;
@@ -110,7 +111,8 @@ struct LinearKernel {
         }
         // The first tile of a block.
         int64_t tile(int64_t block) const { return tiles * block / blocks; }
-        // The first row of a tile, of as equal height as can be: 32 rows are 6 6 5 5 5 5, not 6 6 6 6 6 2.
+        // The first row of a tile. They are of as equal height as can be: 32 rows are two of 6 and four of 5, not five of 6
+        // and one of 2.
         int64_t row(int64_t tile) const { return rows * tile / tiles; }
     };
 
@@ -122,12 +124,12 @@ struct LinearKernel {
         const A* at(int64_t row, int64_t k) const { return data + k / depth * block_stride + row * stride; }
     };
 
-    // The rows of one block, panels [panel0, panel1).
-    static void block(const LinearJob& job, const Cut& cut, const Activations& x, int64_t block, int64_t panel0,
+    // The rows of one block, panels [panel0, panel1) of num_panels.
+    static void block(const LinearJob& job, const Cut& cut, const Activations& x, int64_t index, int64_t panel0,
                       int64_t panel1, int64_t num_panels) {
         static thread_local Scratch scratch;
         const int64_t k = job.weights.in_features;
-        const int64_t first = cut.tile(block), tiles = cut.tile(block + 1) - first;
+        const int64_t first = cut.tile(index), tiles = cut.tile(index + 1) - first;
         float* const sums =
             cut.depth >= k ? nullptr : scratch.get<float>((panel1 - panel0) * kPanel * tiles * M::kRows);
         const int width = panels_for(job.rows);

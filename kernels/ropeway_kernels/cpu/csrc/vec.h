@@ -4,7 +4,7 @@
 //   kPanelVectors           vectors in a panel of packed weights, the width of the register tile
 //   kTileRows               rows of the tallest register tile
 //   kPairTileRows           the same for bf16 weights
-//   kPairQueryRows          the same for bf16 keys and values, by panels' width
+//   kPairQueryRows          the same for bf16 keys and values; times kPanelVectors, the sums that attention's tiles keep
 //   kDotBf16                there are Pair and dot, and activations for bf16 weights are bf16 too
 //
 //   zero() set(x) iota()    0, x, and 0 1 2 ... in each lane

@@ -28,7 +28,7 @@ struct Avx2 {
     static F max(F a, F b) { return _mm256_max_ps(a, b); }
     static F min(F a, F b) { return _mm256_min_ps(a, b); }
     static F fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
-    // GCC likes the form that overwrites a factor, and then moves registers about: 8 % of a linear's time.
+    // In a tile GCC would mix in the form that overwrites a factor, and then move registers about.
     static void accumulate(F& sum, F a, F b) { asm("vfmadd231ps %2, %1, %0" : "+x"(sum) : "x"(a), "x"(b)); }
     static F round(F a) { return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
     // A biased exponent of 0 is 0, one of 255 is infinity.
